@@ -1,0 +1,118 @@
+"""The one table of every place of megatron-core that this package touches, and how a row is applied and undone.
+
+A row names its target, the signature it was written against and why it's needed; `mfsdp2 doctor` prints the table.
+Nothing here imports Megatron: rows are applied after Megatron has imported the target module itself.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+V2: Literal["v2"] = "v2"
+CPU: Literal["cpu-emulation"] = "cpu-emulation"
+Mode = Literal["v2", "cpu-emulation"]
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One touched place.
+
+    Attributes:
+        module: dotted name of the Megatron module that holds the attribute.
+        attribute: name inside the module, dotted for a method.
+        kind: `wrap` replaces a function that callers look up late, `rebind` a name the module imported from
+            elsewhere, `new-dispatch` sets `__new__` of a class so that it can return one of our subclasses.
+        signature: parameters expected there (for `new-dispatch` those of `__init__`), as `signatures.signature_of`
+            writes them: names and defaults, no annotations.
+        reason: why the place has to be touched.
+        implementation: `module:function` in this distribution. It takes the original; for `wrap` and `rebind` it
+            returns the replacement, for `new-dispatch` it sets `__new__` on the class.
+        modes: when the row is applied: when the run asked for v2, when it runs under CPU emulation.
+    """
+
+    module: str
+    attribute: str
+    kind: Literal["wrap", "rebind", "new-dispatch"]
+    signature: str
+    reason: str
+    implementation: str
+    modes: tuple[Mode, ...] = (V2,)
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        module="megatron.core.datasets.utils",
+        attribute="compile_helpers",
+        kind="wrap",
+        signature="()",
+        reason="the pip package carries the compiled helpers but no Makefile, so building them ends the run",
+        implementation="megatron_fsdp_v2_mcore.datasets:wrap_compile_helpers",
+        modes=(V2, CPU),
+    ),
+    Patch(
+        module="megatron.core.transformer.moe.moe_utils",
+        attribute="maybe_move_tensor_to_cpu",
+        kind="wrap",
+        signature="(tensor, as_numpy=False, record_stream=False)",
+        reason="tensors that are on the CPU already are returned as tensors where callers need NumPy split sizes",
+        implementation="megatron_fsdp_v2_mcore.cpu_megatron:wrap_maybe_move_tensor_to_cpu",
+        modes=(CPU,),
+    ),
+)
+
+
+def rows_for(modes: set[Mode], module: str | None = None) -> list[Patch]:
+    """The rows that `modes` need, all of them or those of one Megatron module, in table order."""
+    return [
+        row for row in PATCHES if modes.intersection(row.modes) and (module is None or row.module == module)
+    ]
+
+
+def apply(row: Patch, module: ModuleType) -> Callable[[], None]:
+    """Apply one row to its imported module and return the function that undoes it."""
+    owner: Any = module
+    *path, name = row.attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original = getattr(owner, name)
+    implementation = _resolve(row.implementation)
+    if row.kind == "new-dispatch":
+        return _apply_new_dispatch(original, implementation)
+    own_value = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, implementation(original))
+    return lambda: _restore(owner, name, own_value)
+
+
+def _apply_new_dispatch(cls: type, implementation: Callable[[type], Any]) -> Callable[[], None]:
+    own_new = vars(cls).get("__new__", _ABSENT)
+    implementation(cls)
+    return lambda: _restore(cls, "__new__", own_new)
+
+
+def _restore(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _resolve(implementation: str) -> Callable[[Any], Any]:
+    module_name, function_name = implementation.split(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module_name), function_name)
+    return function
+
+
+def imported_module(name: str) -> ModuleType | None:
+    """The module `name` if it has been imported completely, else None."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return None if module is None or getattr(spec, "_initializing", False) else module
