@@ -52,7 +52,7 @@ class RankOutcome:
 def run_case(case: Case) -> list[RankOutcome]:
     """Forks the ranks, waits for them, and leaves none of them alive. Failed ranks come in the order they failed."""
     importlib.import_module(case.module)
-    if threading.active_count() > 1:
+    if _thread_count() > 1:
         raise RuntimeError(f"importing {case.module} started threads; a forked rank would inherit their locks")
     fork = multiprocessing.get_context("fork")
     ranks = [
@@ -70,6 +70,11 @@ def run_case(case: Case) -> list[RankOutcome]:
         _kill(ranks)
     outcomes = [_outcome(case.case_dir, rank, process, rank in alive, timed_out) for rank, process in enumerate(ranks)]
     return sorted(outcomes, key=lambda outcome: (outcome.rank not in failed_first, outcome.rank))
+
+
+def _thread_count() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
 
 
 def _wait_for_ranks(ranks: list[ForkProcess], timeout: float) -> tuple[set[int], bool]:

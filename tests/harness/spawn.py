@@ -111,7 +111,7 @@ class RankServer:
                     [sys.executable, "-m", "tests.harness.server", str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     cwd=ROOT,
-                    env=_rank_environment(),
+                    env=rank_environment(),
                     # Ctrl-C goes to pytest alone, which then ends the server in order.
                     start_new_session=True,
                 )
@@ -148,7 +148,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         server.close()
 
 
-def _rank_environment() -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
+    """The environment of rank processes: one compute thread each, gloo on the loopback device, crashes with stacks."""
     single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {**os.environ, **single, "GLOO_SOCKET_IFNAME": loopback, "PYTHONFAULTHANDLER": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -182,6 +183,18 @@ def test_an_unpicklable_result_is_an_error_of_its_rank(ranks: Ranks) -> None:
 
 def returns_a_lambda(rank: int, world_size: int) -> Callable[[], None]:
     return lambda: None
+
+
+def test_a_module_that_starts_threads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "def case(rank, world_size): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    case = importlib.import_module("starts_a_thread").case
+    with pytest.raises(RanksFailed, match="importing starts_a_thread started threads"):
+        run_ranks(case, 1)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
