@@ -75,7 +75,8 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+        return found
     return []
 
 

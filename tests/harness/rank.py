@@ -61,8 +61,7 @@ def _run_in_group(case_dir: Path, rank: int, world_size: int, call: bytes) -> by
     torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
-    store = dist.FileStore(str(case_dir / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{case_dir}/store", rank=rank, world_size=world_size)
     fn, args = pickle.loads(call)
     answer = pickle.dumps(fn(rank, world_size, *args))
     if dist.is_initialized():

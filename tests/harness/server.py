@@ -85,7 +85,8 @@ def _wait_for_ranks(ranks: list[ForkProcess], timeout: float) -> tuple[set[int],
         ended = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
             return set(), True
-        done = {pending.pop(sentinel) for sentinel in ended}
+        done = {rank for sentinel, rank in pending.items() if sentinel in ended}
+        pending = {sentinel: rank for sentinel, rank in pending.items() if rank not in done}
         for rank in done:
             ranks[rank].join()
         failed = {rank for rank in done if ranks[rank].exitcode != 0}
