@@ -61,7 +61,7 @@ class CollectiveCounter:
         self.counts: Counter[str] = Counter()
         self._coalescing: dict[int, list[str]] = {}
 
-    def install(self, group_class: type = torch.distributed.ProcessGroup) -> None:
+    def install(self, group_class: type) -> None:
         """Wrap the methods of ``group_class``; they stay wrapped until the process ends."""
         for name, kind in COLLECTIVES.items():
             if hasattr(group_class, name):
@@ -123,9 +123,9 @@ class Recorder:
         self.optimizer: Any = None
         self.steps: list[Counter[str]] = []
 
-    def install(self, training: Any) -> None:
+    def install(self, training: Any, counted_group: type = torch.distributed.ProcessGroup) -> None:
         """Wrap the two functions of ``megatron.training.training`` that its loop looks up by name."""
-        self.counter.install()
+        self.counter.install(counted_group)
         set_up, step = training.setup_model_and_optimizer, training.train_step
 
         @functools.wraps(set_up)
