@@ -1,0 +1,335 @@
+"""What each stock flag means under `--use-megatron-fsdp-v2`: one table, which the checks and `docs/flags.md` follow.
+
+A rule tells when a run asks for its flag (`given`), so that a refused flag becomes a line and a flag without effect a
+warning. `docs/flags.md` holds what `render_tables()` returns; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["honoured", "no effect", "refused"]
+Given = Callable[[Namespace], bool]
+
+STRATEGIES_WITH_OUTER_SHARDING = ("optim_grads_params",)
+DATA_PARALLEL_ONLY = "only data parallelism is supported so far"
+NO_CHECKPOINTS = "checkpoints of sharded runs are not supported yet"
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """One stock flag. `note` completes the sentence "FLAG: ..." in messages and in the documentation."""
+
+    flag: str
+    verdict: Verdict
+    note: str
+    given: Given | None = None
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A pair of settings that can't both hold. `message` names them and says what to do."""
+
+    message: str
+    holds: Given
+
+
+def _on(dest: str) -> Given:
+    return lambda args: bool(getattr(args, dest, None))
+
+
+def _off(dest: str) -> Given:
+    return lambda args: getattr(args, dest, True) is False
+
+
+def _above_one(dest: str) -> Given:
+    return lambda args: (getattr(args, dest, None) or 1) > 1
+
+
+def _other_than(dest: str, *usual: object) -> Given:
+    return lambda args: str(getattr(args, dest, usual[0])) not in {str(value) for value in usual}
+
+
+def _honoured(flag: str, note: str) -> FlagRule:
+    return FlagRule(flag, "honoured", note)
+
+
+def _idle(flag: str, note: str, given: Given) -> FlagRule:
+    return FlagRule(flag, "no effect", note, given)
+
+
+def _refused(flag: str, note: str, given: Given) -> FlagRule:
+    return FlagRule(flag, "refused", note, given)
+
+
+_SHARDING = [
+    _honoured("--use-megatron-fsdp", "implied; stock's own implementation is not used"),
+    _honoured("--use-distributed-optimizer", "implied"),
+    _honoured("--data-parallel-sharding-strategy", "no_shard, optim, optim_grads, optim_grads_params"),
+    _honoured("--outer-dp-sharding-strategy", "no_shard or optim over the optimizer instances"),
+    _honoured(
+        "--num-distributed-optimizer-instances", "above 1 the data-parallel ranks form an outer and an inner axis"
+    ),
+    _honoured("--init-model-with-meta-device", "every unit is materialised, initialised and sharded in turn"),
+    _honoured("--data-parallel-random-init", "replicated shards are broadcast from the first rank of their axis"),
+    _idle(
+        "--enable-full-sharding-in-hsdp",
+        "stock does not read it either; use --outer-dp-sharding-strategy optim",
+        _on("enable_full_sharding_in_hsdp"),
+    ),
+    _refused("--use-torch-fsdp2", "choose one of the two implementations", _on("use_torch_fsdp2")),
+    _idle(
+        "--torch-fsdp2-no-reshard-after-forward",
+        "it belongs to --use-torch-fsdp2; use --data-parallel-sharding-strategy optim_grads",
+        _off("torch_fsdp2_reshard_after_forward"),
+    ),
+    _refused(
+        "--tensor-parallel-num-weight-shards", DATA_PARALLEL_ONLY, _above_one("tensor_parallel_num_weight_shards")
+    ),
+    _refused(
+        "--expert-tensor-parallel-num-weight-shards",
+        DATA_PARALLEL_ONLY,
+        _above_one("expert_tensor_parallel_num_weight_shards"),
+    ),
+]
+
+_PRECISION = [
+    _honoured("--megatron-fsdp-main-params-dtype", "fp32, bf16, fp16; auto is the model's dtype"),
+    _honoured(
+        "--megatron-fsdp-main-grads-dtype",
+        "fp32, bf16, fp16; auto is fp32 with --accumulate-allreduce-grads-in-fp32, else the model's dtype",
+    ),
+    _honoured("--megatron-fsdp-grad-comm-dtype", "fp32, bf16, fp16; auto is the dtype of the main gradients"),
+    _honoured("--accumulate-allreduce-grads-in-fp32", "main gradients are fp32 unless a dtype is named for them"),
+    _honoured("--grad-reduce-in-bf16", "turns --accumulate-allreduce-grads-in-fp32 off, as in stock"),
+    _refused(
+        "--main-params-dtype",
+        "use --megatron-fsdp-main-params-dtype",
+        _other_than("main_params_dtype", "fp32", "torch.float32"),
+    ),
+    _refused(
+        "--main-grads-dtype",
+        "use --megatron-fsdp-main-grads-dtype",
+        _other_than("main_grads_dtype", "fp32", "torch.float32"),
+    ),
+    _refused(
+        "--use-precision-aware-optimizer",
+        "main weights and gradients belong to the sharded parameters; use the --megatron-fsdp-*-dtype flags",
+        _on("use_precision_aware_optimizer"),
+    ),
+    _refused("--fp8-format", "low-precision weights are not supported yet", _on("fp8")),
+    _refused("--fp4-format", "low-precision weights are not supported yet", _on("fp4")),
+    _refused("--fp8-param-gather", "low-precision weights are not supported yet", _on("fp8_param_gather")),
+    _refused("--fp4-param-gather", "low-precision weights are not supported yet", _on("fp4_param_gather")),
+    _idle(
+        "--keep-fp8-transpose-cache",
+        "there are no low-precision weights",
+        _on("keep_fp8_transpose_cache"),
+    ),
+    _idle(
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "there are no low-precision weights",
+        _on("reuse_grad_buf_for_mxfp8_param_ag"),
+    ),
+    _refused(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "use --megatron-fsdp-grad-comm-dtype",
+        _on("ddp_reduce_scatter_with_fp32_accumulation"),
+    ),
+    _refused(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "use --megatron-fsdp-main-grads-dtype fp32",
+        _on("ddp_param_name_patterns_for_fp32_local_accumulation"),
+    ),
+]
+
+_COMMUNICATION = [
+    _honoured("--overlap-grad-reduce", "gradients are reduced during the last micro-batch's backward, not after it"),
+    _honoured(
+        "--overlap-param-gather", "updated weights are gathered behind the optimizer step, not at their first use"
+    ),
+    _refused(
+        "--overlap-param-gather-with-optimizer-step",
+        "it needs interleaved pipeline parallelism; " + DATA_PARALLEL_ONLY,
+        _on("overlap_param_gather_with_optimizer_step"),
+    ),
+    _idle("--no-align-param-gather", "there is one pipeline stage", _off("align_param_gather")),
+    _idle("--no-align-grad-reduce", "there is one pipeline stage", _off("align_grad_reduce")),
+    _idle("--ddp-num-buckets", "a unit is a bucket; choose units with --fsdp-unit-modules", _on("ddp_num_buckets")),
+    _idle("--ddp-bucket-size", "a unit is a bucket; choose units with --fsdp-unit-modules", _on("ddp_bucket_size")),
+    _idle(
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "rows are never padded for bandwidth",
+        _on("ddp_pad_buckets_for_high_nccl_busbw"),
+    ),
+    _idle(
+        "--ddp-average-in-collective",
+        "gradients are averaged either way",
+        _on("ddp_average_in_collective"),
+    ),
+    _idle(
+        "--no-gradient-reduce-div-fusion",
+        "gradients are averaged either way",
+        _off("gradient_reduce_div_fusion"),
+    ),
+    _idle(
+        "--suggested-communication-unit-size",
+        "a unit is gathered and reduced as a whole",
+        _on("suggested_communication_unit_size"),
+    ),
+    _idle("--create-all-gather-group", "gathers use the data-parallel group", _on("create_all_gather_group")),
+    _idle(
+        "--megatron-fsdp-enable-fine-grained-param-gather",
+        "weights are gathered unit by unit; choose units with --fsdp-unit-modules",
+        _on("megatron_fsdp_enable_fine_grained_param_gather"),
+    ),
+    _refused("--use-nccl-ub", "NCCL user buffers are not supported yet", _on("nccl_ub")),
+    _idle("--disable-symmetric-registration", "it belongs to --use-nccl-ub", _on("disable_symmetric_registration")),
+    _refused("--fsdp-manual-registration", "NCCL user buffers are not supported yet", _on("fsdp_manual_registration")),
+    _refused("--fsdp-double-buffer", "a memory pool is not supported yet", _on("fsdp_double_buffer")),
+    _refused(
+        "--megatron-fsdp-max-pool-double-buffer",
+        "a memory pool is not supported yet",
+        _on("megatron_fsdp_max_pool_double_buffer"),
+    ),
+    _idle(
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        "it belongs to --fsdp-double-buffer",
+        _on("fsdp_db_use_persist_buf_on_alloc_fail"),
+    ),
+    _refused("--delay-wgrad-compute", "delayed weight gradients are not supported yet", _on("delay_wgrad_compute")),
+    _refused(
+        "--overlap-moe-expert-parallel-comm",
+        "the combined schedule is not supported yet",
+        _on("overlap_moe_expert_parallel_comm"),
+    ),
+]
+
+_TRAINING = [
+    _honoured("--calculate-per-token-loss", "gradients are summed, then divided by the number of tokens"),
+    _honoured("--clip-grad", "one norm over all shards"),
+    _honoured(
+        "--no-check-for-nan-in-loss-and-grad", "without it reduced gradients are checked, all ranks fail together"
+    ),
+    _honoured("--check-for-large-grads", "as the check for NaN"),
+    _honoured("--log-params-norm", "norm of the main weights"),
+    _honoured("--log-num-zeros-in-grad", "counted over all shards"),
+    _honoured("--recompute-granularity", "full and selective"),
+    _honoured("--no-gradient-accumulation-fusion", "implied: gradients come from autograd"),
+    _refused("--optimizer", "only adam and sgd", _other_than("optimizer", "adam", "sgd")),
+    _refused("--optimizer-cpu-offload", "offloading is not supported yet", _on("optimizer_cpu_offload")),
+    _refused("--optimizer-cuda-graph", "CUDA graphs are not supported yet", _on("optimizer_cuda_graph")),
+    _refused("--cuda-graph-impl", "CUDA graphs are not supported yet", _other_than("cuda_graph_impl", "none")),
+    _refused("--enable-cuda-graph", "CUDA graphs are not supported yet", _on("enable_cuda_graph")),
+    _refused("--external-cuda-graph", "CUDA graphs are not supported yet", _on("external_cuda_graph")),
+    _refused(
+        "--moe-single-grouped-weight", "grouped parameters can't be sharded by rows", _on("moe_single_grouped_weight")
+    ),
+    _refused(
+        "--moe-single-grouped-bias", "grouped parameters can't be sharded by rows", _on("moe_single_grouped_bias")
+    ),
+    _refused("--qk-clip", "it writes whole weights in place", _on("qk_clip")),
+    _refused("--freeze-all-layers", "there would be nothing to train", _on("freeze_all_layers")),
+    _refused("--perform-rl-step", "reinforcement learning is not supported yet", _on("perform_rl_step")),
+    _refused(
+        "--check-weight-hash-across-dp-replicas-interval",
+        "ranks hold different rows",
+        _on("check_weight_hash_across_dp_replicas_interval"),
+    ),
+    _refused("--save-wgrads-interval", "there are no whole gradients to save", _on("save_wgrads_interval")),
+    _refused("--yaml-cfg", "it skips the checks of the command line", _on("yaml_cfg")),
+]
+
+_PARALLELISM = [
+    _refused("--tensor-model-parallel-size", DATA_PARALLEL_ONLY, _above_one("tensor_model_parallel_size")),
+    _refused("--pipeline-model-parallel-size", DATA_PARALLEL_ONLY, _above_one("pipeline_model_parallel_size")),
+    _refused("--context-parallel-size", DATA_PARALLEL_ONLY, _above_one("context_parallel_size")),
+    _refused("--hybrid-context-parallel", DATA_PARALLEL_ONLY, _on("hybrid_context_parallel")),
+    _refused("--expert-model-parallel-size", DATA_PARALLEL_ONLY, _above_one("expert_model_parallel_size")),
+    _refused("--expert-tensor-parallel-size", DATA_PARALLEL_ONLY, _above_one("expert_tensor_parallel_size")),
+]
+
+_CHECKPOINTS = [
+    _refused("--save", NO_CHECKPOINTS, _on("save")),
+    _refused("--load", NO_CHECKPOINTS, _on("load")),
+    _refused("--pretrained-checkpoint", NO_CHECKPOINTS, _on("pretrained_checkpoint")),
+    _refused("--ckpt-convert-format", NO_CHECKPOINTS, _on("ckpt_convert_format")),
+    _refused("--load-main-params-from-ckpt", NO_CHECKPOINTS, _on("load_main_params_from_ckpt")),
+    _refused(
+        "--ckpt-format",
+        "fsdp_dtensor is the only format for sharded runs",
+        _other_than("ckpt_format", "torch_dist", "fsdp_dtensor"),
+    ),
+    _idle("--no-ckpt-load-validate-sharding-integrity", NO_CHECKPOINTS, _off("ckpt_load_validate_sharding_integrity")),
+    _idle("--no-strict-fsdp-dtensor-load", NO_CHECKPOINTS, _off("strict_fsdp_dtensor_load")),
+    _idle("--dist-ckpt-optim-fully-reshardable", NO_CHECKPOINTS, _on("dist_ckpt_optim_fully_reshardable")),
+    _idle(
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        NO_CHECKPOINTS,
+        _on("distrib_optim_fully_reshardable_mem_efficient"),
+    ),
+]
+
+SECTIONS: dict[str, list[FlagRule]] = {
+    "Sharding": _SHARDING,
+    "Precision": _PRECISION,
+    "Communication and memory": _COMMUNICATION,
+    "Training": _TRAINING,
+    "Other parallelism": _PARALLELISM,
+    "Checkpoints": _CHECKPOINTS,
+}
+RULES: tuple[FlagRule, ...] = tuple(rule for rules in SECTIONS.values() for rule in rules)
+
+
+def _instances(args: Namespace) -> int:
+    return int(getattr(args, "num_distributed_optimizer_instances", 1) or 1)
+
+
+def _outer_optim(args: Namespace) -> bool:
+    return args.outer_dp_sharding_strategy == "optim"
+
+
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "--outer-dp-sharding-strategy optim needs --num-distributed-optimizer-instances above 1",
+        lambda args: _outer_optim(args) and _instances(args) == 1,
+    ),
+    Contradiction(
+        "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params",
+        lambda args: _outer_optim(args) and args.data_parallel_sharding_strategy not in STRATEGIES_WITH_OUTER_SHARDING,
+    ),
+    Contradiction(
+        "--num-distributed-optimizer-instances above 1 has no meaning with --data-parallel-sharding-strategy no_shard",
+        lambda args: _instances(args) > 1 and args.data_parallel_sharding_strategy == "no_shard",
+    ),
+    Contradiction(
+        "--num-distributed-optimizer-instances must divide the number of data-parallel ranks",
+        lambda args: _instances(args) < 1 or args.world_size % _instances(args) != 0,
+    ),
+    Contradiction(
+        "--init-model-with-meta-device saves nothing with --data-parallel-sharding-strategy no_shard; drop it",
+        lambda args: args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard",
+    ),
+    Contradiction(
+        "--overlap-param-gather needs --overlap-grad-reduce",
+        lambda args: args.overlap_param_gather and not args.overlap_grad_reduce,
+    ),
+)
+
+
+def render_tables() -> str:
+    """The Markdown tables of `docs/flags.md`, one per section, and the refused combinations."""
+    parts = []
+    for title, rules in SECTIONS.items():
+        rows = "\n".join(f"| `{rule.flag}` | {rule.verdict} | {rule.note} |" for rule in rules)
+        parts.append(f"## {title}\n\n| flag | verdict | what happens |\n|---|---|---|\n{rows}")
+    lines = "\n".join(f"- {contradiction.message}" for contradiction in CONTRADICTIONS)
+    parts.append(f"## Combinations that are refused\n\n{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_tables(), end="")

@@ -1,0 +1,69 @@
+"""What the parity runs have in common: one small GPT, its flags, and the record a run leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+MICRO_BATCH_SIZE = 2
+MICRO_BATCHES = 3
+STEPS = 10
+SEQUENCE_LENGTH = 16
+VOCABULARY = 96
+
+_COMMON = f"""
+--num-layers 2 --hidden-size 32 --ffn-hidden-size 72 --num-attention-heads 2 --position-embedding-type rope
+--seq-length {SEQUENCE_LENGTH} --max-position-embeddings {SEQUENCE_LENGTH} --micro-batch-size {MICRO_BATCH_SIZE}
+--train-iters {STEPS} --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
+--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --mock-data
+--num-workers 0 --seed 1234 --log-interval 1 --eval-interval 100 --eval-iters 1 --clip-grad 0.5
+--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --distributed-backend gloo
+--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion
+--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused
+""".split()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. `flags` come on top of the common ones, so a flag given twice has the later value."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+
+    def argv(self, world_size: int) -> list[str]:
+        """The command line for `world_size` data-parallel ranks, without the program's name."""
+        batch = MICRO_BATCH_SIZE * MICRO_BATCHES * world_size
+        return [*_COMMON, "--global-batch-size", str(batch), *self.flags]
+
+
+@dataclass
+class Record:
+    """What one run left behind, as seen by one rank. Lists hold one entry per optimizer step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    params_norms: list[float | None] = field(default_factory=list)
+    zeros_in_grad: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    wrapper: str = ""
+
+
+def relative_differences(ours: list[float], theirs: list[float]) -> list[float]:
+    """Step by step |ours - theirs| / |theirs|."""
+    assert len(ours) == len(theirs), f"{len(ours)} entries against {len(theirs)}"
+    return [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True)]
+
+
+def weight_differences(ours: Record, theirs: Record) -> dict[str, float]:
+    """Per parameter the relative L2 norm of the difference of the final weights."""
+    assert ours.weights.keys() == theirs.weights.keys(), ours.weights.keys() ^ theirs.weights.keys()
+    differences = {}
+    for name, reference in theirs.weights.items():
+        assert ours.weights[name].shape == reference.shape, name
+        distance = (ours.weights[name].double() - reference.double()).norm()
+        differences[name] = float(distance / reference.double().norm().clamp_min(1e-30))
+    return differences

@@ -1,0 +1,170 @@
+"""Runs stock `megatron.training.pretrain` many times in one process, on data and a loss of our own.
+
+What a training script would do, without its file: command line, configuration, `pretrain`. Nothing of the
+plug-in is called from here except its activation; a case chooses it with its flags alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+import megatron_fsdp_v2
+from tests.functional.megatron.cases import SEQUENCE_LENGTH, VOCABULARY, Case, Record
+
+
+class SyntheticText(Dataset[dict[str, torch.Tensor]]):
+    """Token sequences with something to learn, and a loss mask that leaves each one a different token count."""
+
+    def __init__(self, size: int, salt: int) -> None:
+        self.size = size
+        self.salt = salt
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = torch.Generator().manual_seed(self.salt * 1_000_003 + index)
+        start = torch.randint(VOCABULARY, (1,), generator=random)
+        stride = torch.randint(1, 4, (SEQUENCE_LENGTH + 1,), generator=random)
+        tokens = (start + stride.cumsum(0)) % VOCABULARY
+        kept = torch.rand(SEQUENCE_LENGTH, generator=random) < torch.rand(1, generator=random).clamp_min(0.2)
+        kept[0] = True
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": kept.float(),
+            "position_ids": torch.arange(SEQUENCE_LENGTH),
+        }
+
+
+def _datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[SyntheticText, ...]:
+    return tuple(SyntheticText(max(size or 0, 1), salt) for salt, size in enumerate(sizes))
+
+
+_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    mask = loss_mask.view(-1)
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
+
+
+def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    batch = next(data)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record | str]:
+    """Trains every case and returns its record, or the text of the error it ended with.
+
+    Weights are in rank 0's records only. All ranks must be given the same cases.
+    """
+    from megatron_fsdp_v2_mcore import cpu_emulation, register
+
+    cpu_emulation.enable()
+    register()
+    return {case.name: _run_case(case, world_size) for case in cases}
+
+
+def _run_case(case: Case, world_size: int) -> Record:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    record = Record()
+    with mock.patch.object(sys, "argv", ["parity", *case.argv(world_size)]), _recording(record), _fresh_megatron():
+        args = parse_and_validate_args()
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        pretrain(config, _datasets, ModelType.encoder_or_decoder, _forward_step)
+    return record
+
+
+@contextlib.contextmanager
+def _recording(record: Record) -> Iterator[None]:
+    """Listens to the training loop at the places where it logs, and takes the model's weights at its end."""
+    from megatron.training import training
+
+    models: list[torch.nn.Module] = []
+    setup, log, evaluate = training.setup_model_and_optimizer, training.training_log, training.evaluate
+
+    def setup_and_keep(*args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        models.extend(result[0])
+        record.wrapper = type(result[0][0]).__name__
+        return result
+
+    def log_and_record(
+        losses: dict,
+        total: dict,
+        lr: float,
+        iteration: int,
+        scale: float,
+        memory: bool,
+        skipped: int,
+        norm: float | None,
+        params_norm: float | None,
+        zeros: float,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not skipped:
+            record.losses.append(float(losses["lm loss"]))
+            record.grad_norms.append(float(norm or 0.0))
+        record.params_norms.append(None if params_norm is None else float(params_norm))
+        record.zeros_in_grad.append(float(zeros or 0))
+        record.skipped.append(skipped)
+        record.loss_scales.append(float(scale))
+        return log(losses, total, lr, iteration, scale, memory, skipped, norm, params_norm, zeros, *rest, **kwargs)
+
+    def evaluate_and_record(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        record.evaluations.append(float(result[0]["lm loss"]))
+        return result
+
+    with (
+        mock.patch.object(training, "setup_model_and_optimizer", setup_and_keep),
+        mock.patch.object(training, "training_log", log_and_record),
+        mock.patch.object(training, "evaluate", evaluate_and_record),
+    ):
+        yield
+    record.weights = _weights(models[0])
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, parameter in model.named_parameters():
+        whole = megatron_fsdp_v2.full_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+        if dist.get_rank() == 0:
+            weights[name.replace("module.", "")] = whole.detach().float().clone()
+    return weights
+
+
+@contextlib.contextmanager
+def _fresh_megatron() -> Iterator[None]:
+    """Forgets everything that stock keeps in module globals, so that the next run starts like a new process."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training.global_vars import destroy_global_vars
+
+    try:
+        yield
+    finally:
+        destroy_global_vars()
+        destroy_num_microbatches_calculator()
+        destroy_rerun_state_machine()
+        parallel_state.destroy_model_parallel()
