@@ -66,7 +66,7 @@ def run_quietly(command: list[str], env: dict[str, str], log: Path) -> None:
     Raises:
         RunFailed: it ended with an error.
     """
-    with log.open("w") as output:
+    with log.open("w") as output, _termination_as_interrupt():
         code = subprocess.run(command, env=env, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     if code != 0:
         raise RunFailed(f"{' '.join(command)} ended with exit code {code}. Its last lines:\n{_tail(log.read_text())}")
