@@ -5,6 +5,8 @@ The `.pth` file beside the installed package calls `activate()` while the interp
 interpreters older than the package supports, so that they get a readable line.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
@@ -17,12 +19,12 @@ OLDEST_PYTHON = (3, 12)
 _OFF_VALUES = ("", "0")
 
 
-def switched_on(variable):
+def switched_on(variable: str) -> bool:
     """Whether an environment variable holds something else than "" or "0"."""
     return os.environ.get(variable, "") not in _OFF_VALUES
 
 
-def asked_for_v2():
+def asked_for_v2() -> bool:
     """Whether this process, or the parent that started it, has the flag on its command line.
 
     `sys.argv` isn't set yet when `.pth` files run, and a spawned child has the command line of `multiprocessing`.
@@ -30,7 +32,15 @@ def asked_for_v2():
     return FLAG in getattr(sys, "orig_argv", ()) or FLAG in getattr(sys, "argv", ()) or switched_on(ENV_ACTIVE)
 
 
-def activate():
+def python_problem() -> str | None:
+    """Why this interpreter is too old, or None."""
+    if sys.version_info >= OLDEST_PYTHON:
+        return None
+    major, minor = OLDEST_PYTHON
+    return f"Python {major}.{minor} or newer is needed, this is {sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def activate() -> None:
     """Install the import hook if this process asked for v2 or for CPU emulation; never raises."""
     if switched_on(ENV_DISABLE):
         return
@@ -38,12 +48,11 @@ def activate():
     if not v2 and not switched_on(ENV_CPU_EMULATION):
         return
     try:
-        if sys.version_info < OLDEST_PYTHON:
-            raise RuntimeError(
-                "Python %d.%d or newer is needed, this is %d.%d" % (OLDEST_PYTHON + tuple(sys.version_info[:2]))
-            )
+        problem = python_problem()
+        if problem:
+            raise RuntimeError(problem)
         from . import import_hook
 
         import_hook.install(v2=v2)
     except Exception as error:
-        sys.stderr.write("megatron_fsdp_v2 is not active: %s\n" % (error,))
+        sys.stderr.write(f"megatron_fsdp_v2 is not active: {error}\n")

@@ -5,14 +5,16 @@ Asked for by `MEGATRON_FSDP_V2_CPU_EMULATION=1` or `mfsdp2 run --cpu-emulation`,
 flow, collectives and numbers are right; stream order, memory and speed of a GPU can't be seen here.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from . import import_hook
+from . import import_hook, patches
 from .bootstrap import ENV_CPU_EMULATION
+from .cpu_flags import DEFAULTS
 from .patches import CPU
 
 FORCE = "force"
@@ -20,53 +22,23 @@ FORCE = "force"
 # Their kernels run on CUDA only, and a half-installed copy ends the import of megatron.core.
 BLOCKED_PACKAGES = ("transformer_engine", "apex")
 
+# Takes names out of torch.cuda when it is imported, so it shows whether Megatron came before the stand-ins.
+RANDOM_STATES = "megatron.core.tensor_parallel.random"
+
 _ABSENT = object()
 
 
-class _Emulation:
-    """What `enable` replaced, in order, so that `disable` can put it back."""
+class _OneGenerator(logging.Filter):
+    """Drops a warning that's only true of two generators: under emulation the CUDA states are states of the CPU's."""
 
-    def __init__(self) -> None:
-        self.attributes: list[tuple[Any, str, object]] = []
-        self.modules: dict[str, object] = {}
-        self.environment: dict[str, str | None] = {}
-
-    def replace(self, owner: Any, name: str, replacement: object) -> None:
-        self.attributes.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, replacement)
-
-    def block(self, package: str) -> None:
-        self.modules[package] = sys.modules.get(package, _ABSENT)
-        sys.modules[package] = None  # type: ignore[assignment]
-
-    def set_environment(self, name: str, value: str) -> None:
-        self.environment[name] = os.environ.get(name)
-        os.environ[name] = value
-
-    def restore(self) -> None:
-        for owner, name, value in reversed(self.attributes):
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-        for package, module in self.modules.items():
-            if module is _ABSENT:
-                sys.modules.pop(package, None)
-            else:
-                sys.modules[package] = module  # type: ignore[assignment]
-        for variable, text in self.environment.items():
-            if text is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = text
-
-
-_running: list[_Emulation] = []
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 
 def enabled() -> bool:
     """Whether the stand-ins are in place in this process."""
-    return bool(_running)
+    hook = import_hook.installed_hook()
+    return hook is not None and hook.undo_cpu_emulation is not None
 
 
 def enable(force: bool = False) -> None:
@@ -78,7 +50,7 @@ def enable(force: bool = False) -> None:
     Raises:
         RuntimeError: a GPU is present and `force` wasn't given, or Megatron is imported already.
     """
-    if _running:
+    if enabled():
         return
     import torch
 
@@ -90,25 +62,29 @@ def enable(force: bool = False) -> None:
             f"CPU emulation was asked for, but this machine has a GPU ({torch.cuda.get_device_name()}). "
             f"Hide it with CUDA_VISIBLE_DEVICES= (empty), or set {ENV_CPU_EMULATION}={FORCE}"
         )
-    emulation = _Emulation()
+    random_states = patches.imported_module(RANDOM_STATES)
+    if random_states is not None and random_states._lazy_init is torch.cuda._lazy_init:
+        raise RuntimeError("CPU emulation has to be switched on before megatron.core is imported")
     table = stand_ins()
-    for stand_in in table:
-        emulation.replace(stand_in.owner, stand_in.name, stand_in.make(getattr(stand_in.owner, stand_in.name, None)))
-    for package in BLOCKED_PACKAGES:
-        emulation.block(package)
-    emulation.set_environment(ENV_CPU_EMULATION, FORCE if force else "1")
-    # Compiling for the CPU takes minutes and a C++ compiler, for functions of a few lines.
-    emulation.set_environment("TORCHDYNAMO_DISABLE", "1")
-    _running.append(emulation)
-    import_hook.install(cpu_emulation=True)
+    with ExitStack() as undo:
+        for row in table:
+            _replace(undo, row.owner, row.name, row.make(getattr(row.owner, row.name, None)))
+        for package in BLOCKED_PACKAGES:
+            _replace_item(undo, sys.modules, package, None)
+        _replace_item(undo, os.environ, ENV_CPU_EMULATION, FORCE if force else "1")
+        _forbid_compilation(undo)
+        _add_log_filter(undo, RANDOM_STATES, _OneGenerator())
+        import_hook.install(cpu_emulation=True).undo_cpu_emulation = undo.pop_all().close
     _announce(len(table))
 
 
 def disable() -> None:
     """Put everything back as it was before `enable`."""
-    if _running:
+    hook = import_hook.installed_hook()
+    if hook is not None and hook.undo_cpu_emulation is not None:
+        undo, hook.undo_cpu_emulation = hook.undo_cpu_emulation, None
         import_hook.uninstall(CPU)
-        _running.pop().restore()
+        undo()
 
 
 @contextmanager
@@ -121,9 +97,72 @@ def cpu_emulation(force: bool = False) -> Iterator[None]:
         disable()
 
 
+def _replace(undo: ExitStack, owner: Any, name: str, replacement: object) -> None:
+    value = vars(owner).get(name, _ABSENT)
+    undo.callback(delattr, owner, name) if value is _ABSENT else undo.callback(setattr, owner, name, value)
+    setattr(owner, name, replacement)
+
+
+def _replace_item(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, replacement: object) -> None:
+    value = mapping.get(key, _ABSENT)
+    undo.callback(mapping.pop, key) if value is _ABSENT else undo.callback(mapping.__setitem__, key, value)
+    mapping[key] = replacement
+
+
+def _forbid_compilation(undo: ExitStack) -> None:
+    """Compiling for the CPU takes minutes and a C++ compiler, for functions of a few lines."""
+    _replace_item(undo, os.environ, "TORCHDYNAMO_DISABLE", "1")
+    # The compiler reads the variable when it is imported.
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        undo.callback(setattr, config, "disable", config.disable)
+        config.disable = True
+
+
+def _add_log_filter(undo: ExitStack, logger: str, log_filter: logging.Filter) -> None:
+    logging.getLogger(logger).addFilter(log_filter)
+    undo.callback(logging.getLogger(logger).removeFilter, log_filter)
+
+
 def _announce(count: int) -> None:
-    spawned = "multiprocessing.spawn" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
-    if os.environ.get("RANK", "0") == "0" and not spawned:
+    if import_hook.on_first_rank():
+        flags = " ".join(flag for flag, _, _ in DEFAULTS)
+        sys.stderr.write(
+            f"megatron_fsdp_v2: CPU emulation is on: {count} stand-ins for CUDA, {' and '.join(BLOCKED_PACKAGES)} "
+            "hidden, no compilation; times and memory figures say nothing about a GPU\n"
+            f"megatron_fsdp_v2: CPU emulation changes the defaults of Megatron's flags to: {flags}\n"
+        )
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, replacement: object) -> None:
+    value = vars(owner).get(name, _ABSENT)
+    undo.callback(delattr, owner, name) if value is _ABSENT else undo.callback(setattr, owner, name, value)
+    setattr(owner, name, replacement)
+
+
+def _replace_item(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, replacement: object) -> None:
+    value = mapping.get(key, _ABSENT)
+    undo.callback(mapping.pop, key) if value is _ABSENT else undo.callback(mapping.__setitem__, key, value)
+    mapping[key] = replacement
+
+
+def _forbid_compilation(undo: ExitStack) -> None:
+    """Compiling for the CPU takes minutes and a C++ compiler, for functions of a few lines."""
+    _replace_item(undo, os.environ, "TORCHDYNAMO_DISABLE", "1")
+    # The compiler reads the variable when it is imported.
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        undo.callback(setattr, config, "disable", config.disable)
+        config.disable = True
+
+
+def _add_log_filter(undo: ExitStack, logger: str, log_filter: logging.Filter) -> None:
+    logging.getLogger(logger).addFilter(log_filter)
+    undo.callback(logging.getLogger(logger).removeFilter, log_filter)
+
+
+def _announce(count: int) -> None:
+    if import_hook.on_first_rank():
         sys.stderr.write(
             f"megatron_fsdp_v2: CPU emulation is on: {count} stand-ins for CUDA, {' and '.join(BLOCKED_PACKAGES)} "
             "hidden, no compilation; times and memory figures say nothing about a GPU\n"

@@ -1,4 +1,4 @@
-"""What CPU emulation changes inside Megatron itself, as rows of the patch table."""
+"""What CPU emulation changes in Megatron's code, as a row of the patch table."""
 
 import functools
 from collections.abc import Callable

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NoReturn
 
 from . import patches
 from .bootstrap import ENV_ACTIVE, ENV_CPU_EMULATION, switched_on
@@ -24,6 +25,7 @@ class MegatronImportHook(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.modes: set[Mode] = set()
+        self.undo_cpu_emulation: Callable[[], None] | None = None
         self._undo: dict[Patch, Callable[[], None]] = {}
 
     def find_spec(
@@ -47,11 +49,20 @@ class MegatronImportHook(importlib.abc.MetaPathFinder):
         if CPU in self.modes:
             from . import cpu_emulation
 
-            cpu_emulation.enable()
-        if V2 in self.modes:
-            problems = v2_problems()
-            if problems:
-                refuse(problems)
+            try:
+                cpu_emulation.enable()
+            except RuntimeError as error:
+                refuse([str(error)])
+        problems = self.problems()
+        if problems:
+            refuse(problems)
+
+    def problems(self) -> list[str]:
+        """One line for each reason why the modes that are on can't work with what is installed."""
+        from . import environment, signatures
+
+        unfit = environment.v2_problems() if V2 in self.modes else []
+        return unfit or signatures.moved(patches.rows_for(self.modes))
 
     def after_loading(self, module: ModuleType) -> None:
         for row in patches.rows_for(self.modes, module.__name__):
@@ -66,11 +77,11 @@ class MegatronImportHook(importlib.abc.MetaPathFinder):
                 self._apply(row, module)
 
     def remove_mode(self, mode: Mode) -> None:
-        """Switch a mode off and undo the rows that no other mode needs, last applied first."""
+        """Switch a mode off. Rows may sit on one another, so all are undone and the others applied again."""
         self.modes.discard(mode)
-        for row in reversed(list(self._undo)):
-            if not self.modes.intersection(row.modes):
-                self._undo.pop(row)()
+        while self._undo:
+            self._undo.popitem()[1]()
+        self.add_modes(set())
 
     def _apply(self, row: Patch, module: ModuleType) -> None:
         if row not in self._undo:
@@ -139,7 +150,9 @@ def uninstall(mode: Mode) -> None:
 
 def register() -> None:
     """See `megatron_fsdp_v2_mcore.register`."""
-    problems = v2_problems()
+    wanted = MegatronImportHook()
+    wanted.modes.add(V2)
+    problems = wanted.problems()
     if problems:
         raise RuntimeError("\n".join(problems))
     install(v2=True)
@@ -150,15 +163,15 @@ def unregister() -> None:
     uninstall(V2)
 
 
-def v2_problems() -> list[str]:
-    """One line for each reason why v2 can't work with what is installed; empty if it can."""
-    from . import environment, signatures
+def on_first_rank() -> bool:
+    """Whether this process is the one that speaks for all ranks; spawned children never do."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    is_child = multiprocessing is not None and multiprocessing.parent_process() is not None
+    return os.environ.get("RANK", "0") == "0" and not is_child
 
-    return environment.v2_problems() or signatures.moved(patches.rows_for({V2}))
 
-
-def refuse(problems: list[str]) -> None:
-    """End this process with one line per problem; only the first local rank prints them."""
+def refuse(problems: list[str]) -> NoReturn:
+    """End this process with one line per problem, printed once per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write("".join(f"megatron_fsdp_v2: {problem}\n" for problem in problems))
     raise SystemExit(1)

@@ -50,6 +50,48 @@ class Patch:
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
+        module="megatron.training.arguments",
+        attribute="add_megatron_arguments",
+        kind="wrap",
+        signature="(parser)",
+        reason="makes --use-megatron-fsdp-v2 and the flags beside it known; extra_args_provider belongs to the script",
+        implementation="megatron_fsdp_v2_mcore.arguments:wrap_add_megatron_arguments",
+    ),
+    Patch(
+        module="megatron.training.arguments",
+        attribute="validate_args",
+        kind="wrap",
+        signature="(args, defaults={})",
+        reason="turns the flag into stock settings before they are checked, and refuses contradictions",
+        implementation="megatron_fsdp_v2_mcore.arguments:wrap_validate_args",
+    ),
+    Patch(
+        module="megatron.training.training",
+        attribute="get_megatron_ddp_config",
+        kind="wrap",
+        signature="(args)",
+        reason="the data-parallel config has to say that v2 was asked for",
+        implementation="megatron_fsdp_v2_mcore.config:wrap_get_megatron_ddp_config",
+    ),
+    Patch(
+        module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        attribute="FullyShardedDataParallel",
+        kind="new-dispatch",
+        signature="(self, config, ddp_config, module, fsdp_unit_modules=None, disable_bucketing=False, device=None, "
+        "pg_collection=None)",
+        reason="the model wrapper; a subclass passes every isinstance check and every import alias",
+        implementation="megatron_fsdp_v2_mcore.wrapper:dispatch_fully_sharded_data_parallel",
+    ),
+    Patch(
+        module="megatron.core.optimizer.distrib_optimizer",
+        attribute="DistributedOptimizer",
+        kind="new-dispatch",
+        signature="(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, per_model_buffers, "
+        "data_parallel_group, data_parallel_group_gloo, data_parallel_group_idx, distributed_optimizer_instance_id)",
+        reason="the optimizer wrapper steps main weights that stay sharded; stock code asks isinstance of this class",
+        implementation="megatron_fsdp_v2_mcore.optimizer:dispatch_distributed_optimizer",
+    ),
+    Patch(
         module="megatron.core.datasets.utils",
         attribute="compile_helpers",
         kind="wrap",
@@ -67,14 +109,30 @@ PATCHES: tuple[Patch, ...] = (
         implementation="megatron_fsdp_v2_mcore.cpu_megatron:wrap_maybe_move_tensor_to_cpu",
         modes=(CPU,),
     ),
+    Patch(
+        module="megatron.training.arguments",
+        attribute="add_megatron_arguments",
+        kind="wrap",
+        signature="(parser)",
+        reason="defaults that name GPU-only kernels and NCCL become their CPU counterparts",
+        implementation="megatron_fsdp_v2_mcore.cpu_flags:wrap_add_megatron_arguments",
+        modes=(CPU,),
+    ),
+    Patch(
+        module="megatron.training.arguments",
+        attribute="validate_args",
+        kind="wrap",
+        signature="(args, defaults={})",
+        reason="refuses what can't run on the CPU before a kernel or a collective fails",
+        implementation="megatron_fsdp_v2_mcore.cpu_flags:wrap_validate_args",
+        modes=(CPU,),
+    ),
 )
 
 
 def rows_for(modes: set[Mode], module: str | None = None) -> list[Patch]:
     """The rows that `modes` need, all of them or those of one Megatron module, in table order."""
-    return [
-        row for row in PATCHES if modes.intersection(row.modes) and (module is None or row.module == module)
-    ]
+    return [row for row in PATCHES if modes.intersection(row.modes) and (module is None or row.module == module)]
 
 
 def apply(row: Patch, module: ModuleType) -> Callable[[], None]:
