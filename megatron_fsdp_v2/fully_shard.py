@@ -1,0 +1,212 @@
+"""The entry point: turns a module into a unit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .materialize import materialize
+from .module import FSDPModule, sharded_class, units_below
+from .precision import MixedPrecisionPolicy
+from .runtime.hooks import install
+from .runtime.unit import Unit
+from .sharding.dtensor import RowShard
+from .sharding.mesh import DataParallelMesh, data_parallel_mesh
+from .sharding.parameter_group import ParameterGroup, ParamSource
+from .strategy import Strategy, resolve_strategy
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def fully_shard(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    strategy: str = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    grad_reduction: str = "average",
+    grad_divisor: float = 1.0,
+) -> ModuleT:
+    """Shard the parameters of ``module`` that no unit below it owns, and return the module.
+
+    The module's class becomes a subclass that is an ``FSDPModule`` too. Call it on inner modules first, then on the
+    outermost one, which becomes the root at its first forward.
+
+    Args:
+        module: module with a forward of its own.
+        mesh: 1-D (shard) or 2-D (outer, shard) DeviceMesh. None: one shard axis over all ranks.
+        reshard_after_forward: free gathered weights between forward and backward. None: True except for the root.
+            Without effect where ``strategy`` keeps weights whole.
+        shard_placement_fn: as in FSDP2; only ``Shard(0)`` and None can be answered.
+        mp_policy: dtypes of weights, gradients and communication. None: those of the parameters.
+        ignored_params: parameters left as they are.
+        strategy: ``no_shard``, ``optim`` (ZeRO-1), ``optim_grads`` (ZeRO-2) or ``optim_grads_params`` (ZeRO-3).
+        outer_strategy: ``no_shard`` (HSDP) or ``optim`` (HFSDP), for the outer axis of a 2-D mesh.
+        grad_reduction: ``average`` or ``sum`` over all data-parallel ranks.
+        grad_divisor: gradients are divided by this on top.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value that can't be honoured; names the argument, or the parameter by its path.
+    """
+    plan = resolve_strategy(strategy, outer_strategy, isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _check_arguments(module, policy, reshard_after_forward, grad_reduction, grad_divisor)
+    axes = data_parallel_mesh(mesh)
+    ignored = set(ignored_params or ())
+    sources = _sources(module, ignored)
+    _check_sources(module, sources, axes, shard_placement_fn)
+    materialize(module, sources, axes.device)
+    for source in sources:
+        if not isinstance(source.original, DTensor) and source.original.device != axes.device:
+            source.original.data = source.original.data.to(axes.device)
+    _move_buffers(module, axes.device)
+    groups = _groups(sources, axes, plan, policy)
+    unit = Unit(module, groups, axes, policy, reshard_after_forward)
+    _replace_parameters(unit, sources)
+    for group in groups:
+        if group.gradients is not None:
+            group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
+    module.__class__ = sharded_class(type(module))
+    module._fsdp_unit = unit  # type: ignore[assignment]
+    install(module, unit, units_below)
+    module.register_state_dict_pre_hook(_rest_before_state_dict)
+    module.register_load_state_dict_pre_hook(_rest_before_load)
+    return module
+
+
+def _check_arguments(
+    module: object, policy: object, reshard_after_forward: object, grad_reduction: object, grad_divisor: float
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"module {type(module).__name__} is a unit already; call fully_shard once per module")
+    if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"module {type(module).__name__} has no forward to hook; shard the modules it contains")
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a megatron_fsdp_v2.MixedPrecisionPolicy, got {type(policy).__name__}")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ValueError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+    if grad_reduction not in ("average", "sum"):
+        raise ValueError(f"grad_reduction must be 'average' or 'sum', got {grad_reduction!r}")
+    if not (isinstance(grad_divisor, (int, float)) and grad_divisor > 0):
+        raise ValueError(f"grad_divisor must be a positive number, got {grad_divisor!r}")
+
+
+def _sources(module: nn.Module, ignored: set[nn.Parameter]) -> list[ParamSource]:
+    """Parameters the new unit owns, in registration order; tied ones once, with all their owners."""
+    found: dict[nn.Parameter, ParamSource] = {}
+    for prefix, owner in owned_modules(module):
+        for name, param in owner._parameters.items():
+            if param is None or param in ignored:
+                continue
+            source = found.setdefault(param, ParamSource(f"{prefix}{name}", [], param))
+            source.owners.append((owner, name))
+    return list(found.values())
+
+
+def owned_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """(path prefix, module) of the module and those below it that aren't in an inner unit."""
+    found = [(prefix, module)]
+    seen = {module}
+
+    def descend(parent: nn.Module, path: str) -> None:
+        for name, child in parent.named_children():
+            if child not in seen and not isinstance(child, FSDPModule):
+                seen.add(child)
+                found.append((f"{path}{name}.", child))
+                descend(child, f"{path}{name}.")
+
+    descend(module, prefix)
+    return found
+
+
+def _check_sources(
+    module: nn.Module,
+    sources: list[ParamSource],
+    axes: DataParallelMesh,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> None:
+    for source in sources:
+        param, name = source.original, f"{type(module).__name__}.{source.name}"
+        owner = vars(param).get("_fsdp_owner")
+        if owner is not None and owner[0]() is not None:
+            raise ValueError(
+                f"parameter {name} is tied to {owner[1]}, which belongs to another unit; let one unit own both, by "
+                "sharding only the module that contains them"
+            )
+        if param.ndim == 0:
+            raise ValueError(f"parameter {name} is a scalar and has no rows to shard; give it the shape (1,)")
+        if isinstance(param, DTensor):
+            _check_inner_dtensor(param, name, axes)
+        elif param.device.type not in ("cpu", "meta", axes.device.type):
+            raise ValueError(f"parameter {name} is on {param.device}, the mesh on {axes.device}; move the module first")
+        placement = shard_placement_fn(param) if shard_placement_fn else None
+        if placement is not None and placement != Shard(0):
+            raise ValueError(f"shard_placement_fn answered {placement} for {name}; only rows, Shard(0), can be sharded")
+
+
+def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> None:
+    if any(isinstance(placement, RowShard) for placement in param.placements):
+        raise ValueError(f"parameter {name} is sharded already, by another call of fully_shard")
+    if set(param.device_mesh.mesh_dim_names or ("",)) & set(axes.device_mesh.mesh_dim_names or ("",)):
+        raise ValueError(
+            f"parameter {name} is a DTensor on the mesh {param.device_mesh} already; it can be sharded further only over "
+            "another named dimension of the same mesh"
+        )
+    if any(not placement.is_replicate() and placement != Shard(1) for placement in param.placements):
+        raise ValueError(
+            f"parameter {name} has placements {param.placements}; only DTensors that are replicated or sharded along "
+            "another dimension than the rows can be sharded further"
+        )
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for _, owner in owned_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                owner._buffers[name] = buffer.to(device)
+
+
+def _groups(
+    sources: list[ParamSource], axes: DataParallelMesh, plan: Strategy, policy: MixedPrecisionPolicy
+) -> list[ParameterGroup]:
+    """One group per storage dtype and trainability, in order of first appearance."""
+    alike: dict[tuple[torch.dtype, bool], list[ParamSource]] = {}
+    for source in sources:
+        alike.setdefault((source.original.dtype, source.original.requires_grad), []).append(source)
+    return [ParameterGroup(members, axes, plan, policy.resolve(dtype)) for (dtype, _), members in alike.items()]
+
+
+def _replace_parameters(unit: Unit, sources: list[ParamSource]) -> None:
+    by_name = {source.name: source for source in sources}
+    for group in unit.groups:
+        for name, sharded in zip(group.names, group.sharded_params, strict=True):
+            source = by_name[name]
+            for owner, attribute in source.owners:
+                owner._parameters[attribute] = sharded
+            # Another module may hold the same parameter: sharding it twice would silently untie the two.
+            source.original._fsdp_owner = (weakref.ref(unit), f"{unit.name}.{name}")  # type: ignore[attr-defined]
+
+
+def _rest_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    assert isinstance(module, FSDPModule)
+    if module._fsdp_unit.is_bound:
+        module.reshard()
+
+
+def _rest_before_load(module: nn.Module, *args: Any) -> None:
+    assert isinstance(module, FSDPModule)
+    if module._fsdp_unit.is_bound:
+        module.reshard()

@@ -1,0 +1,184 @@
+"""FSDPModule: the methods a module gains from ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .runtime.context import Context
+from .runtime.hooks import ensure_context
+from .runtime.unit import Unit
+
+
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and put the full parameters into the module. Waiting twice is waiting once."""
+        if self._unit is not None:
+            self._unit.finish_unshard()
+            self._unit.bind_unsharded()
+            self._unit = None
+
+
+class FSDPModule:
+    """Mixed into the class of every module that ``fully_shard`` was called on.
+
+    Methods with ``recurse`` act on the units below too, by default.
+    """
+
+    _fsdp_unit: Unit
+
+    def lazy_init(self) -> None:
+        """Make this module the root of the units below it, as its first forward would.
+
+        Raises:
+            RuntimeError: a unit below ran on its own before.
+        """
+        self._context()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's full parameters into the module, until ``reshard``.
+
+        With ``async_op`` the gather is only started; ``wait`` of the returned handle finishes it.
+        """
+        context = self._context()
+        self._fsdp_unit.start_unshard(context.streams)
+        handle = UnshardHandle(self._fsdp_unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Show this unit's sharded parameters and free the gathered weights."""
+        self._fsdp_unit.reshard(self._context().streams)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. If not they are kept, unreduced and whole, until one that does."""
+        self._set("requires_gradient_sync", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces along the outer axis of a 2-D mesh. If not the shard axis alone is reduced."""
+        self._set("requires_all_reduce", requires_all_reduce, recurse)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Whether weights are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
+        self._set("reshard_after_forward", reshard_after_forward, recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether weights are freed after backward; keeping them saves a gather for the next micro-batch."""
+        self._set("reshard_after_backward", reshard_after_backward, recurse)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by ``factor``, in place of averaging. For this unit alone.
+
+        Raises:
+            ValueError: the factor isn't positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
+        for group in self._fsdp_unit.groups:
+            if group.gradients is not None:
+                group.gradients.set_reduction(average=False, divisor=factor)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mark micro-batches that aren't the last of their step.
+
+        Strategies whose main gradients stay partial until the step (``no_shard``, ``optim``, and every outer axis) put
+        their reduction off. ``optim_grads`` and ``optim_grads_params`` reduce-scatter every micro-batch all the same,
+        since a whole gradient is what they are there to avoid. ``set_requires_gradient_sync`` puts off everything.
+        """
+        self._set("defers_partial_gradients", True, recurse=True)
+        try:
+            yield
+        finally:
+            self._set("defers_partial_gradients", False, recurse=True)
+
+    def finish_grad_sync(self, include_unused: bool = False) -> None:
+        """Reduce every gradient whose reduction was put off; ``.grad`` is final afterwards. A collective.
+
+        ``include_unused`` gives parameters that got no gradient since ``zero_grad`` one of zeros, on all ranks.
+        """
+        self._context().finish_grad_sync(include_unused)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of all parameters, and the gradients that wait for their reduction."""
+        context = self._context()
+        context.finish_reductions()
+        for gradients in context.all_gradients():
+            gradients.drop_pending()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """Multiply all gradients, put-off ones too, by ``factor`` (a number or 0-dim tensor)."""
+        for gradients in self._context().all_gradients():
+            gradients.scale(factor)
+
+    def mark_weights_updated(self) -> None:
+        """Declare that sharded parameters were written by other means than torch operations or a torch optimizer."""
+        for group in self._context().all_groups():
+            group.mark_updated()
+
+    def start_weight_gather(self) -> None:
+        """Start gathering what the next forward needs first: stale replicated weights, or else the root's own."""
+        context = self._context()
+        context.streams.gather_after_compute()
+        for unit in context.units:
+            if unit is context.root or not any([group.gathers_per_use for group in unit.groups]):
+                unit.start_unshard(context.streams)
+
+    def _context(self) -> Context:
+        unit = self._fsdp_unit
+        return unit.context or ensure_context(unit, units_below(self))
+
+    def _set(self, name: str, value: bool, recurse: bool) -> None:
+        for unit in units_below(self) if recurse else [self._fsdp_unit]:
+            setattr(unit, name, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``to()``, ``cuda()``, ``half()`` and the like: refused where they would detach parameters from their buffers."""
+        unit = self._fsdp_unit
+        for group in unit.groups:
+            probe = group.sharded_params[0].detach()
+            after = fn(probe)
+            if after.dtype != probe.dtype or after.device != probe.device:
+                raise RuntimeError(
+                    f"unit {unit.name!r} can't be moved from {probe.dtype} on {probe.device} to {after.dtype} on "
+                    f"{after.device} after fully_shard: convert the module before it"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError("a module can't be deep-copied after fully_shard: copy it before, or load its state_dict")
+
+
+def units_below(module: Any) -> list[Unit]:
+    """Units of a module and its submodules, in the order of ``modules()``, named by their path from it."""
+    units = []
+    for path, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            unit = child._fsdp_unit
+            unit.name = path or unit.name
+            units.append(unit)
+    return units
+
+
+def sharded_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``base`` that adds FSDPModule; made once per class."""
+    existing = base.__dict__.get("_fsdp_sharded_class")
+    if existing is None:
+        existing = type(f"FSDP{base.__name__}", (FSDPModule, base), {"__module__": base.__module__})
+        base._fsdp_sharded_class = existing  # type: ignore[assignment]
+    result: type[nn.Module] = existing  # type: ignore[assignment]
+    return result

@@ -1,0 +1,172 @@
+"""What the units below one root share: order, streams, reductions in flight, and the end of a backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..memory.allocator import BucketAllocator, DynamicAllocator
+from ..sharding.gradients import GroupGradients
+from ..sharding.parameter_group import ParameterGroup
+from .order import OrderRecorder
+from .streams import Pending, Streams
+from .unit import Phase, Unit
+
+
+class Context:
+    """Runtime state of a root and its units, in registration order (that of ``modules()``)."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit], streams: Streams) -> None:
+        self.root = root
+        self.units = list(units)
+        self.streams = streams
+        self.allocator: BucketAllocator = DynamicAllocator()
+        self.forward_order = OrderRecorder()
+        self.backward_order = OrderRecorder()
+        self._forward_ends: list[Unit] = []
+        self.in_root_forward = False
+        self.backward_open = False
+        self._in_flight: list[tuple[GroupGradients, Pending]] = []
+        for unit in self.units:
+            unit.context = self
+            unit.prepare()
+        self._watch_optimizers()
+
+    # Forward and backward passes
+
+    def begin_forward(self) -> None:
+        """A forward of the root starts: leftovers of a pass that raised are cleared first."""
+        if self.backward_open or any([unit.phase is not Phase.IDLE for unit in self.units]):
+            self._abandon_pass()
+        self.in_root_forward = True
+        self.forward_order.begin()
+        self._forward_ends = []
+        self.streams.gather_after_compute()
+
+    def end_forward(self) -> None:
+        """A forward of the root ended."""
+        self.in_root_forward = False
+        self.forward_order.commit()
+        self.backward_order.suppose(reversed(self._forward_ends))
+        self.drop_unused_prefetch()
+
+    def note_forward_end(self, unit: Unit) -> None:
+        """Remember the order in which forwards end; backward starts out from its reverse."""
+        self._forward_ends.append(unit)
+
+    def prefetch(self, unit: Unit | None) -> None:
+        """Gather ahead for a unit that is about to run."""
+        if unit is not None and not unit.is_bound and not unit.prefetched:
+            unit.prefetched = True
+            unit.start_unshard(self.streams)
+
+    def drop_unused_prefetch(self) -> None:
+        """Reshard what was gathered ahead but skipped on this pass."""
+        for unit in self.units:
+            if unit.prefetched:
+                unit.reshard(self.streams)
+
+    def begin_backward(self) -> bool:
+        """The first unit of a backward reports; False when the backward is known already."""
+        if self.backward_open:
+            return False
+        self.backward_open = True
+        self.backward_order.begin()
+        return True
+
+    def end_backward(self) -> None:
+        """The whole backward graph ran: bring every unit to rest with its gradients reduced."""
+        for unit in self.units:
+            unit.active_backwards = 0
+            if unit.phase is Phase.BACKWARD:
+                unit.move_to(Phase.IDLE)
+            self.reduce_gradients(unit)
+        self.finish_reductions()
+        for unit in self.units:
+            unit.prefetched = False
+            if unit.reshard_after_backward:
+                unit.reshard(self.streams)
+        self.expose_gradients()
+        self.backward_order.commit()
+        self.backward_open = False
+
+    def _abandon_pass(self) -> None:
+        self.finish_reductions()
+        self.in_root_forward = self.backward_open = False
+        for unit in self.units:
+            unit.phase = Phase.IDLE
+            unit.active_backwards = 0
+            unit.reshard(self.streams)
+
+    # Gradients
+
+    def reduce_gradients(self, unit: Unit) -> None:
+        """Collect what autograd gave the unit and start reducing it, as far as this micro-batch asks for."""
+        for group in unit.groups:
+            if group.gradients is not None and group.gradients.has_new():
+                self._reduce(group.gradients, unit.stages_to_run(group))
+
+    def _reduce(self, gradients: GroupGradients, stages: int, force: bool = False) -> None:
+        # One reduction at a time: the memory of collected gradients is then one group's.
+        self.finish_reductions()
+        if gradients.collect(stages, force):
+            self._in_flight.append((gradients, self.streams.run_reduction(gradients.reduce(stages))))
+
+    def finish_reductions(self) -> None:
+        """Wait for reductions in flight and free the gradients they read."""
+        while self._in_flight:
+            gradients, pending = self._in_flight.pop()
+            pending.wait()
+            gradients.release()
+
+    def finish_grad_sync(self, include_unused: bool = False) -> None:
+        """Reduce whatever was put off. ``include_unused`` gives units without any gradient zeros (a collective)."""
+        for unit in self.units:
+            for group in unit.groups:
+                gradients = group.gradients
+                if gradients is None:
+                    continue
+                unused = include_unused and not gradients.is_exposed
+                if unused or gradients.has_pending or gradients.has_new():
+                    self._reduce(gradients, gradients.stages, force=unused)
+        self.finish_reductions()
+        self.expose_gradients()
+
+    def expose_gradients(self) -> None:
+        for gradients in self.all_gradients():
+            gradients.expose()
+
+    def all_gradients(self) -> list[GroupGradients]:
+        """Gradients of all trainable groups, in registration order."""
+        return [group.gradients for group in self.all_groups() if group.gradients is not None]
+
+    def all_groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in registration order."""
+        return [group for unit in self.units for group in unit.groups]
+
+    # Optimizers
+
+    def _watch_optimizers(self) -> None:
+        """Notice optimizer steps, which may write weights through raw pointers that no version counter sees."""
+        owner = {id(param): group for group in self.all_groups() for param in group.sharded_params}
+        context = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if context() is None:
+                handle.remove()
+                return
+            for group in {owner.get(id(p)) for options in optimizer.param_groups for p in options["params"]}:
+                if group is not None:
+                    group.mark_updated()
+
+        handle = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, handle.remove)
+
+
+def in_autograd_backward() -> bool:
+    """Whether the caller runs inside a backward graph, as recomputed forwards do."""
+    return torch._C._current_graph_task_id() != -1

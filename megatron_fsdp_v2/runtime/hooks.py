@@ -1,0 +1,198 @@
+"""Turns "this module is about to run" into gathers, releases and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .context import Context, in_autograd_backward
+from .streams import streams_for
+from .unit import Phase, Unit
+
+
+def install(module: nn.Module, unit: Unit, units_below: Callable[[nn.Module], list[Unit]]) -> None:
+    """Hook a unit into its module's forward. ``units_below`` lists the units of a root, itself first."""
+    before = partial(_pre_forward, unit, units_below)
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    # Also called when forward raises, so that a caller that goes on finds the unit at rest.
+    module.register_forward_hook(partial(_post_forward, unit), always_call=True)
+    unit.backward_hook = partial(_pre_backward, unit)
+
+
+def ensure_context(unit: Unit, units: list[Unit]) -> Context:
+    """Make ``unit`` the root of ``units`` if it doesn't belong to a root yet.
+
+    Raises:
+        RuntimeError: a unit below already has a root, because it ran on its own first.
+    """
+    if unit.context is None:
+        taken = [other for other in units if other.context is not None]
+        if taken:
+            raise RuntimeError(
+                f"unit {taken[0].name!r} ran as a root before the module {unit.name!r} that contains it; "
+                "run the outermost module first, or call lazy_init() on it"
+            )
+        for other in units:
+            if other.reshard_after_forward is None:
+                # The root's backward follows its forward at once; freeing its weights in between saves nothing.
+                other.reshard_after_forward = other is not unit
+        return Context(unit, units, streams_for(unit.device))
+    return unit.context
+
+
+def _pre_forward(
+    unit: Unit, units_below: Callable[[nn.Module], list[Unit]], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    context = unit.context or ensure_context(unit, units_below(module))
+    if in_autograd_backward():
+        # A recomputed forward: backward, which needs the weights again at once, releases them.
+        if unit.phase is Phase.IDLE:
+            unit.move_to(Phase.FORWARD)
+        _make_ready(unit, context)
+    else:
+        if unit is context.root:
+            context.begin_forward()
+        unit.move_to(Phase.FORWARD)
+        expected = context.forward_order.note(unit) if context.in_root_forward else None
+        _make_ready(unit, context)
+        context.prefetch(expected)
+        unit.forward_version = unit.weights_version
+    return _prepare_inputs(unit, args, kwargs)
+
+
+def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    context = unit.context
+    assert context is not None
+    if unit.phase is Phase.FORWARD:
+        unit.move_to(Phase.IDLE)
+    recomputed = in_autograd_backward()
+    dtype = unit.mp_policy.output_dtype
+    if dtype is not None:
+        output = tree_map(lambda value: _cast(value, dtype), output)
+    awaits_backward = False
+    if torch.is_grad_enabled():
+        awaits_backward = _watch_outputs(unit, output)
+    if not recomputed:
+        if unit.reshard_after_forward or not awaits_backward:
+            unit.reshard(context.streams)
+        context.note_forward_end(unit)
+        if unit is context.root:
+            context.end_forward()
+    return output
+
+
+def _pre_backward(unit: Unit, grad: Any) -> None:
+    context = unit.context
+    assert context is not None
+    if context.begin_backward():
+        Variable._execution_engine.queue_callback(context.end_backward)
+    unit.active_backwards += 1
+    if unit.phase is Phase.FORWARD:
+        raise RuntimeError(f"a backward through unit {unit.name!r} started inside its own forward")
+    if unit.phase is Phase.IDLE:
+        if unit.forward_version != unit.weights_version:
+            raise RuntimeError(
+                f"the weights of unit {unit.name!r} were written between its forward and its backward, which would "
+                "compute gradients with other weights; run backward before the optimizer step or the load"
+            )
+        unit.move_to(Phase.BACKWARD)
+    expected = context.backward_order.note(unit)
+    _make_ready(unit, context)
+    context.prefetch(expected)
+
+
+def _post_backward(unit: Unit) -> None:
+    context = unit.context
+    assert context is not None
+    unit.active_backwards = max(unit.active_backwards - 1, 0)
+    if unit.active_backwards:
+        # Another call of the module is still in its backward and needs the weights.
+        return
+    if unit.phase is Phase.BACKWARD:
+        unit.move_to(Phase.IDLE)
+    if unit.reshard_after_backward:
+        unit.reshard(context.streams)
+    context.reduce_gradients(unit)
+
+
+def _make_ready(unit: Unit, context: Context) -> None:
+    unit.start_unshard(context.streams)
+    unit.finish_unshard()
+    unit.prefetched = False
+    unit.bind_unsharded()
+
+
+class _PostBackward(torch.autograd.Function):
+    """Passes a unit's inputs through; its backward runs when the gradients of all of them exist.
+
+    By then autograd has accumulated the gradients of the unit's parameters, since it runs those nodes first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _post_backward(ctx.unit)
+        return None, *grads
+
+
+def _prepare_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Cast floating-point inputs and mark those whose gradient tells that the unit's backward is over."""
+    policy = unit.mp_policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    watch = torch.is_grad_enabled()
+    if dtype is None and not watch:
+        return None
+    leaves, spec = tree_flatten((args, kwargs))
+    if dtype is not None:
+        leaves = [_cast(leaf, dtype) for leaf in leaves]
+    if watch:
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not places and dtype is None:
+            return None
+        if places:
+            for place, marked in zip(places, _PostBackward.apply(unit, *[leaves[i] for i in places]), strict=True):
+                leaves[place] = marked
+    result: tuple[Any, Any] = tree_unflatten(leaves, spec)
+    return result
+
+
+def _watch_outputs(unit: Unit, output: Any) -> bool:
+    """Call the unit before the backward of this call of its module; False if no backward can come."""
+    tensors = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+    if len(tensors) == 1:
+        tensors[0].register_hook(unit.backward_hook)
+    elif tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, unit.backward_hook, mode="any")
+    return bool(tensors)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for spec in fields(value):
+            yield from _tensors_in(getattr(value, spec.name))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+        return value.to(dtype)
+    return value

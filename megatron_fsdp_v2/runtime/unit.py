@@ -1,0 +1,162 @@
+"""A unit: a module and the parameter groups it owns, with the state of its weights and of its pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from ..precision import MixedPrecisionPolicy
+from ..sharding.buffer import gather_together
+from ..sharding.mesh import DataParallelMesh
+from ..sharding.parameter_group import ParameterGroup
+from .streams import Pending, Streams
+
+if TYPE_CHECKING:
+    from .context import Context
+
+
+class Phase(Enum):
+    """What a unit is doing: at rest, in its forward, or between its first pre-backward and its last post-backward."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+_ALLOWED = {
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.IDLE),
+}
+
+
+class Unit:
+    """State of one module that ``fully_shard`` was called on."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParameterGroup],
+        mesh: DataParallelMesh,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.name = type(module).__name__
+        self.groups = list(groups)
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.defers_partial_gradients = False
+        self.context: Context | None = None
+        self.phase = Phase.IDLE
+        # Backward calls begun and not ended: a module called twice may run them interleaved.
+        self.active_backwards = 0
+        self.is_bound = False
+        self.prefetched = False
+        self.forward_version = -1
+        self.backward_hook: Callable[[Any], None] = _not_installed
+        self._gather: Pending | None = None
+        self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    def move_to(self, phase: Phase) -> None:
+        """Change phase.
+
+        Raises:
+            RuntimeError: the unit can't go there from where it is.
+        """
+        if (self.phase, phase) not in _ALLOWED:
+            raise RuntimeError(
+                f"unit {self.name!r} can't enter {phase.value} while it is in {self.phase.value}; "
+                "a unit must not call itself, and a backward must not start inside its own forward"
+            )
+        self.phase = phase
+
+    def prepare(self) -> None:
+        """Build what computing needs. Runs once, when the unit joins a context."""
+        assert self.context is not None
+        for group in self.groups:
+            group.prepare(self.context.allocator)
+            pairs = zip(group.owners, group.sharded_params, group.unsharded_params, strict=True)
+            for owners, sharded, unsharded in pairs:
+                for owner, name in owners:
+                    self._swaps.append((owner._parameters, name, sharded, unsharded))
+
+    @property
+    def weights_version(self) -> int:
+        """Grows with every known write to the unit's main weights."""
+        return sum([group.main_version for group in self.groups])
+
+    @torch.no_grad()
+    def start_unshard(self, streams: Streams) -> None:
+        """Issue the gather of the unit's weights, unless they are gathered and up to date."""
+        if all([group.is_gathered for group in self.groups]):
+            return
+        self.finish_unshard()
+        with streams.gather_scope():
+            transfers = [transfer for group in self.groups if (transfer := group.start_gather()) is not None]
+            self._gather = streams.issued_gather(gather_together(transfers))
+
+    def finish_unshard(self) -> None:
+        """Wait until the gathered weights can be read on the present stream."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+
+    def bind_unsharded(self) -> None:
+        """Put the parameters to compute with into the module."""
+        if not self.is_bound:
+            for params, name, _, unsharded in self._swaps:
+                params[name] = unsharded
+            self.is_bound = True
+
+    def bind_sharded(self) -> None:
+        """Put the sharded parameters into the module."""
+        if self.is_bound:
+            for params, name, sharded, _ in self._swaps:
+                params[name] = sharded
+            self.is_bound = False
+
+    def reshard(self, streams: Streams) -> None:
+        """Show the sharded parameters and free gathered weights that a later use gathers again."""
+        self.finish_unshard()
+        self.prefetched = False
+        self.bind_sharded()
+        if any([group.gathers_per_use for group in self.groups]):
+            streams.gather_after_compute()
+            with streams.gather_scope():
+                for group in self.groups:
+                    group.release()
+
+    def stages_to_run(self, group: ParameterGroup) -> int:
+        """How many reduction stages the present micro-batch runs for a group."""
+        assert group.gradients is not None
+        if not self.requires_gradient_sync:
+            return 0
+        stages = group.gradients.stages
+        if self.defers_partial_gradients:
+            stages = min(stages, group.gradients.stages_before_deferred)
+        return stages if self.requires_all_reduce else min(stages, 1)
+
+
+def _not_installed(grad: Any) -> None:
+    raise AssertionError("the unit's hooks were not installed")

@@ -1,0 +1,54 @@
+"""Collectives over the segments of flat buffers, each one coalesced call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed these two; both names mean the same collective.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """What an asynchronous collective returns."""
+
+    def wait(self) -> Any: ...
+
+
+def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Work | None:
+    """Gather each 1-D input into its output (``world`` times as long). An input may be the rank's part of its output."""
+    pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.numel()]
+    if len({o.dtype for o, _ in pairs}) > 1:
+        # One coalesced call moves bytes only when all its tensors have one dtype.
+        pairs = [(o.view(torch.uint8), i.view(torch.uint8)) for o, i in pairs]
+    return _coalesced([lambda o=o, i=i: _all_gather(o, i, group=group, async_op=True) for o, i in pairs], group)
+
+
+def reduce_scatter(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> Work | None:
+    """Reduce each 1-D input and keep the rank's part of it in the output."""
+    pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.numel()]
+    return _coalesced([lambda o=o, i=i: _reduce_scatter(o, i, op=op, group=group, async_op=True) for o, i in pairs], group)
+
+
+def all_reduce(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Work | None:
+    """Reduce each tensor in place."""
+    calls = [lambda t=t: dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors if t.numel()]
+    return _coalesced(calls, group)
+
+
+def _coalesced(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup) -> Work | None:
+    """Issue asynchronous collectives as one; None when there's nothing to send."""
+    if not calls:
+        return None
+    if len(calls) == 1:
+        return calls[0]()
+    with dist._coalescing_manager(group=group, async_ops=True) as manager:  # type: ignore[attr-defined]
+        for call in calls:
+            call()
+    return manager

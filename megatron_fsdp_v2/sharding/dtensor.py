@@ -1,0 +1,132 @@
+"""Row-sharded DTensors: a placement that knows which rows every rank holds.
+
+torch's ``Shard(0)`` cuts evenly. A flat layout cuts elsewhere, so a shard that called itself ``Shard(0)`` would be
+gathered and saved wrongly. ``RowShard`` carries the cut, in closed form, and overrides what torch asks a placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from .layout import RowSplit
+
+
+class RowShard(Shard):
+    """``Shard(0)`` with explicit cuts: index ``r`` of the mesh dimension holds ``split.range(r)``."""
+
+    split: RowSplit
+
+    def __new__(cls, split: RowSplit) -> RowShard:
+        self: RowShard = super().__new__(cls, 0)
+        return self
+
+    def __init__(self, split: RowSplit) -> None:
+        super().__init__(0)
+        self.split = split
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowShard):
+            return self.split == other.split
+        # DTensor's spec compares with a plain Shard to find the sharded dimension.
+        return isinstance(other, Shard) and other.dim == 0
+
+    def __hash__(self) -> int:
+        return hash((RowShard, self.split))
+
+    def __repr__(self) -> str:
+        return f"RowShard(rows={self.split.rows}, chunk={self.split.chunk})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[type[RowShard], tuple[RowSplit]]:
+        return RowShard, (self.split,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
+        return self
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: int | None = None
+    ) -> tuple[int, int | None]:
+        rows = self.split.range(rank or 0)
+        return rows.count, rows.start
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> torch.Tensor:
+        counts = [self.split.range(index).count for index in range(mesh.size(mesh_dim))]
+        return gather_rows(local_tensor, counts, mesh.get_group(mesh_dim))
+
+
+def gather_rows(local: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate ``counts[r]`` rows of every rank ``r``; shape ``(sum(counts), *trailing)`` on every rank."""
+    trailing = local.shape[1:]
+    padded = local.new_zeros(max(counts), *trailing)
+    padded[: local.shape[0]] = local
+    gathered = local.new_empty(len(counts), max(counts), *trailing)
+    if gathered.numel():
+        # Not every backend knows every dtype; bytes always travel.
+        dist.all_gather(
+            [part.view(-1).view(torch.uint8) for part in gathered], padded.view(-1).view(torch.uint8), group=group
+        )
+    return torch.cat([gathered[index, :count] for index, count in enumerate(counts)])
+
+
+def build_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Wrap this rank's rows as a DTensor of global ``shape``, without communication or checks."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(size, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on every rank; a collective for DTensors, the tensor itself otherwise.
+
+    Right for tensors whose shards are uneven too, also after an out-of-place operation made torch take their
+    placement for an even ``Shard(0)``: the row counts are exchanged, never assumed.
+
+    Raises:
+        ValueError: the tensor is partial along a mesh dimension.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.detach().to_local()
+    mesh = tensor.device_mesh
+    # Data parallelism cuts what other parallelisms left, so its cuts are undone first.
+    order = sorted(range(mesh.ndim), key=lambda dim: (not isinstance(tensor.placements[dim], RowShard), -dim))
+    for dim in order:
+        placement = tensor.placements[dim]
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, Partial):
+            raise ValueError(f"full_tensor can't gather a partial DTensor (mesh dimension {dim}); redistribute it first")
+        assert isinstance(placement, Shard)
+        if placement.dim != 0:
+            local = local.transpose(0, placement.dim).contiguous()
+        counts = [int(c) for c in _exchange(local.shape[0], mesh, dim)]
+        local = gather_rows(local.contiguous(), counts, mesh.get_group(dim))
+        if placement.dim != 0:
+            local = local.transpose(0, placement.dim).contiguous()
+    return local
+
+
+def _exchange(rows: int, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    mine = torch.tensor([rows], dtype=torch.int64, device=_comm_device(mesh))
+    counts = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
+    dist.all_gather(counts, mine, group=mesh.get_group(dim))
+    return torch.cat(counts).cpu()
+
+
+def _comm_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

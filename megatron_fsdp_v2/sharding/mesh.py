@@ -1,0 +1,86 @@
+"""The data-parallel axes of a unit, taken from a DeviceMesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One data-parallel axis: its process group, size, and this rank's index in it."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMesh:
+    """The shard axis and, on a 2-D mesh, the outer axis. Mesh dimensions are ordered (outer, shard) as in FSDP2."""
+
+    device_mesh: DeviceMesh
+    shard: MeshAxis
+    outer: MeshAxis | None
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return self.shard.size * (self.outer.size if self.outer else 1)
+
+    @cached_property
+    def nested_mesh(self) -> DeviceMesh:
+        """The 2-D mesh with dimensions (shard, outer), for tensors cut by the shard axis first."""
+        assert self.outer is not None
+        names = self.device_mesh.mesh_dim_names or ("outer", "shard")
+        return DeviceMesh.from_group(
+            [self.shard.group, self.outer.group],
+            self.device_mesh.device_type,
+            mesh=self.device_mesh.mesh.t().contiguous(),
+            mesh_dim_names=(names[1], names[0]),
+        )
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
+    """Read the data-parallel axes of ``mesh``; None takes all ranks as one shard axis.
+
+    Raises:
+        TypeError: ``mesh`` isn't a DeviceMesh.
+        ValueError: it has more than two dimensions, doesn't contain this rank, or its device type isn't available.
+        RuntimeError: there's no process group to build a default mesh from.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            raise RuntimeError("fully_shard needs a process group: call torch.distributed.init_process_group first")
+        mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh must be 1-D (shard) or 2-D (outer, shard), got {mesh.ndim} dimensions: {mesh}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} isn't part of the mesh {mesh}")
+    device = _device_of(mesh.device_type)
+    shard = _axis(mesh, mesh.ndim - 1)
+    return DataParallelMesh(mesh, shard, _axis(mesh, 0) if mesh.ndim == 2 else None, device)
+
+
+def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
+    return MeshAxis(mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim))
+
+
+def _default_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+
+
+def _device_of(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, device_type, None)
+    if module is None or not module.is_available():
+        raise ValueError(f"the mesh is on device type {device_type!r}, which this process can't use; build a 'cpu' mesh")
+    return torch.device(device_type, module.current_device())

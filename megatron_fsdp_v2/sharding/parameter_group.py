@@ -1,0 +1,232 @@
+"""Parameters of one unit that are alike: one layout, and the buffers of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from ..memory.allocator import BucketAllocator, BufferSpec
+from ..precision import GroupPrecision
+from ..strategy import Placement as BufferPlacement
+from ..strategy import Strategy
+from .buffer import DataParallelBuffer, Placements, redistribute
+from .collectives import Work
+from .dtensor import RowShard, build_dtensor
+from .gradients import GroupGradients
+from .layout import GroupLayout, plan_layout
+from .mesh import DataParallelMesh
+
+
+@dataclass(eq=False)
+class ParamSource:
+    """A parameter before sharding: its names and owners (several if it is tied within the unit)."""
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    original: nn.Parameter
+
+    @property
+    def inner_spec(self) -> DTensorSpec | None:
+        """The spec another parallelism gave the parameter, if it came as a DTensor."""
+        return self.original._spec if isinstance(self.original, DTensor) else None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What users attached to the parameter object."""
+        return {key: value for key, value in vars(self.original).items() if key not in ("_spec", "_local_tensor")}
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The tensor data parallelism cuts: the local one of a DTensor."""
+        tensor = self.original.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ParameterGroup:
+    """Weights of a group: the main weights at rest, the weights to compute with, and their gathered form.
+
+    ``sharded_params`` are the DTensor parameters seen at rest. ``unsharded_params`` are the plain parameters the
+    module computes with; they are views of the gathered buffer and exist after ``prepare``.
+    """
+
+    def __init__(
+        self, sources: Sequence[ParamSource], mesh: DataParallelMesh, strategy: Strategy, precision: GroupPrecision
+    ) -> None:
+        self.names = [source.name for source in sources]
+        self.owners = [source.owners for source in sources]
+        self.mesh = mesh
+        self.strategy = strategy
+        self.precision = precision
+        self.trainable = sources[0].original.requires_grad
+        # A 1-D cut leaves less padding, so the outer axis takes part in the plan only where something is cut by it.
+        pieces = mesh.shard.size * (mesh.outer.size if mesh.outer and self._cut_by_outer else 1)
+        self.layout: GroupLayout = plan_layout([tuple(source.local.shape) for source in sources], pieces)
+        self._allocate_weights()
+        self.sharded_params = [self._sharded_param(index, source) for index, source in enumerate(sources)]
+        self._attributes = [source.attributes for source in sources]
+        self._inner_specs = [source.inner_spec for source in sources]
+        self.unsharded_params: list[nn.Parameter] = []
+        self.gradients: GroupGradients | None = None
+        if self.trainable:
+            self.gradients = GroupGradients(self.layout, mesh, strategy, precision, self.sharded_params, self.names)
+        self._writes = 0
+        self._compute_version: int | None = None
+        self._full_version: int | None = None
+
+    def prepare(self, allocator: BucketAllocator) -> None:
+        """Build the parameters to compute with. Needed once, before the first ``start_gather``."""
+        self._allocator = allocator
+        self.full = self.compute
+        if self.gathers_per_use:
+            self.full = self._transient_full()
+        for index in range(len(self.names)):
+            self.unsharded_params.append(self._unsharded_param(index))
+        self._free_full()
+        if self.gradients:
+            self.gradients.prepare(allocator, self.unsharded_params)
+
+    @property
+    def gathers_per_use(self) -> bool:
+        """Whether the gathered weights are a transient buffer that each use fills."""
+        return self.strategy.weights_resharded
+
+    @property
+    def main_version(self) -> int:
+        """A number that grows whenever main weights are known to have been written."""
+        params = self.sharded_params
+        return self._writes + sum([p._version + p._local_tensor._version for p in params])
+
+    def mark_updated(self) -> None:
+        """Declare that main weights were written in a way no version counter shows."""
+        self._writes += 1
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered buffer holds the present main weights."""
+        return self._full_version is not None and self._full_version == self.main_version
+
+    def start_gather(self) -> tuple[DataParallelBuffer, DataParallelBuffer] | None:
+        """Bring weights up to date as far as that needs no last all-gather; return that gather's (source, target).
+
+        None when the gathered weights are up to date already. The caller issues the gather, so that the groups of a
+        unit share one call, and then calls ``finish_gather``.
+        """
+        version = self.main_version
+        if self._full_version == version:
+            return None
+        steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
+        if self._compute_version != version:
+            if self.main is not self._own_compute:
+                torch._foreach_copy_(list(self._own_compute.pieces), list(self.main.pieces))
+            steps = list(self._refresh_steps)
+        last = None
+        if self.gathers_per_use:
+            self._allocator.allocate(self, self._full_spec)
+            last = (self.compute, self.full)
+        elif steps:
+            last = steps.pop()
+        for source, target in steps:
+            work = redistribute(source, target)
+            if work is not None:
+                work.wait()
+        self._compute_version = self._full_version = version
+        return last
+
+    def release(self) -> None:
+        """Give the gathered weights' memory back, if they are a transient buffer."""
+        if self.gathers_per_use:
+            self._free_full()
+
+    def _free_full(self) -> None:
+        if self.gathers_per_use:
+            self._full_version = None
+            self._allocator.free(self)
+
+    @property
+    def _cut_by_outer(self) -> bool:
+        return self.strategy.outer is not None and self.strategy.outer.main is BufferPlacement.SHARDED
+
+    def _allocate_weights(self) -> None:
+        shard, outer = self.strategy.shard, self.strategy.outer
+        at_rest = Placements(shard.compute, outer and outer.compute)
+        main = Placements(shard.main, outer and outer.main)
+        self.compute = DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute)
+        self._own_compute = self.compute.part(main)
+        self.main = self._own_compute
+        if self.precision.main is not self.precision.compute:
+            self.main = DataParallelBuffer.allocate(self.layout, self.mesh, main, self.precision.main)
+        # From main to compute placements: the outer axis first, since it cuts the pieces of the shard axis.
+        self._refresh_steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
+        current = self._own_compute
+        for placements in (Placements(main.shard, at_rest.outer), at_rest):
+            if placements != current.placements:
+                target = self.compute.part(placements)
+                self._refresh_steps.append((current, target))
+                current = target
+
+    def _transient_full(self) -> DataParallelBuffer:
+        self._full_spec = BufferSpec(self.layout.full_numel, self.precision.compute, self.mesh.device)
+        outer = self.compute.placements.outer
+        placements = Placements(BufferPlacement.REPLICATED, outer)
+        flat = self._allocator.allocate(self, self._full_spec)
+        sizes = [self.layout.chunk(segment, 1) for segment in range(len(self.layout.chunks))]
+        return DataParallelBuffer(self.layout, self.mesh, placements, flat.split(sizes))
+
+    def _sharded_param(self, index: int, source: ParamSource) -> nn.Parameter:
+        rows = self.main.param_rows(index)
+        split = self.layout.split(index, self.main.shards).range(self.main.index)
+        with torch.no_grad():
+            rows.copy_(source.local[split.start : split.start + split.count])
+        mesh, placements = self._at_rest_spec(index, source.inner_spec)
+        param = nn.Parameter(
+            build_dtensor(rows, mesh, placements, tuple(source.original.shape)),
+            requires_grad=source.original.requires_grad,
+        )
+        vars(param).update(source.attributes)
+        return param
+
+    def _at_rest_spec(self, index: int, inner: DTensorSpec | None) -> tuple[torch.distributed.DeviceMesh, list[Placement]]:
+        outer_cut = self._cut_by_outer
+        shards, mesh = self.mesh.shard.size, self.mesh.device_mesh
+        cut: list[Placement]
+        if self.main.placements.shard is BufferPlacement.REPLICATED:
+            cut = [Replicate()] * mesh.ndim
+        elif outer_cut:
+            assert self.mesh.outer is not None
+            nested = self.layout.nested_split(index, shards, self.mesh.shard.index, self.mesh.outer.size)
+            mesh, cut = self.mesh.nested_mesh, [RowShard(self.layout.split(index, shards)), RowShard(nested)]
+        else:
+            cut = [*[Replicate()] * (mesh.ndim - 1), RowShard(self.layout.split(index, shards))]
+        if inner is None:
+            return mesh, cut
+        return _joined_mesh(mesh, inner.mesh), [*cut, *inner.placements]
+
+    def _unsharded_param(self, index: int) -> nn.Parameter:
+        view = self.full.param_rows(index)
+        inner = self._inner_specs[index]
+        if inner is not None:
+            param = nn.Parameter(build_dtensor(view, inner.mesh, inner.placements, tuple(inner.shape)), self.trainable)
+        else:
+            # Assigning data keeps the parameter's own version counter: refilling the buffer for backward must not
+            # look to autograd like a change of what forward saved.
+            param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), self.trainable)
+            param.data = view
+        vars(param).update(self._attributes[index])
+        return param
+
+
+def _joined_mesh(data_mesh: torch.distributed.DeviceMesh, inner_mesh: torch.distributed.DeviceMesh) -> torch.distributed.DeviceMesh:
+    names = (*(data_mesh.mesh_dim_names or ()), *(inner_mesh.mesh_dim_names or ()))
+    root = data_mesh._get_root_mesh()
+    if len(names) != data_mesh.ndim + inner_mesh.ndim or root != inner_mesh._get_root_mesh():
+        raise ValueError(
+            "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named slices of "
+            f"one mesh; got {inner_mesh} and {data_mesh}"
+        )
+    return root[names]
