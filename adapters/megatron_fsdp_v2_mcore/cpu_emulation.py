@@ -132,38 +132,3 @@ def _announce(count: int) -> None:
             "hidden, no compilation; times and memory figures say nothing about a GPU\n"
             f"megatron_fsdp_v2: CPU emulation changes the defaults of Megatron's flags to: {flags}\n"
         )
-
-
-def _replace(undo: ExitStack, owner: Any, name: str, replacement: object) -> None:
-    value = vars(owner).get(name, _ABSENT)
-    undo.callback(delattr, owner, name) if value is _ABSENT else undo.callback(setattr, owner, name, value)
-    setattr(owner, name, replacement)
-
-
-def _replace_item(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, replacement: object) -> None:
-    value = mapping.get(key, _ABSENT)
-    undo.callback(mapping.pop, key) if value is _ABSENT else undo.callback(mapping.__setitem__, key, value)
-    mapping[key] = replacement
-
-
-def _forbid_compilation(undo: ExitStack) -> None:
-    """Compiling for the CPU takes minutes and a C++ compiler, for functions of a few lines."""
-    _replace_item(undo, os.environ, "TORCHDYNAMO_DISABLE", "1")
-    # The compiler reads the variable when it is imported.
-    config: Any = sys.modules.get("torch._dynamo.config")
-    if config is not None:
-        undo.callback(setattr, config, "disable", config.disable)
-        config.disable = True
-
-
-def _add_log_filter(undo: ExitStack, logger: str, log_filter: logging.Filter) -> None:
-    logging.getLogger(logger).addFilter(log_filter)
-    undo.callback(logging.getLogger(logger).removeFilter, log_filter)
-
-
-def _announce(count: int) -> None:
-    if import_hook.on_first_rank():
-        sys.stderr.write(
-            f"megatron_fsdp_v2: CPU emulation is on: {count} stand-ins for CUDA, {' and '.join(BLOCKED_PACKAGES)} "
-            "hidden, no compilation; times and memory figures say nothing about a GPU\n"
-        )
