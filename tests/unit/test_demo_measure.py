@@ -6,12 +6,14 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron_fsdp_v2_mcore.demo import measure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from tests.harness.spawn import RankPool
 
 
@@ -92,6 +94,30 @@ def test_a_shard_weighs_what_this_rank_holds(ranks: Callable[[int], RankPool]) -
         assert found.optimizer_bytes == 96 + 4  # two moments and the step counter
         assert (found.plain_weight_bytes, found.plain_gradient_bytes, found.plain_optimizer_bytes) == (96, 96, 192)
         assert found.collectives_per_step == {"all-gather": 2}
+
+
+def weigh_with_main_weights(rank: int, world_size: int, strategy: str) -> measure.RankMeasure:
+    model = torch.nn.Linear(8, 8, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=torch.float32)
+    fully_shard(model, strategy=strategy, mp_policy=policy)
+    inner = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_grad_sync()
+    inner.step()
+    recorder = measure.Recorder()
+    recorder.model, recorder.optimizer = [model], Namespace(optimizer=inner)
+    args = Namespace(params_dtype=torch.bfloat16, optimizer="sgd", accumulate_allreduce_grads_in_fp32=True)
+    return recorder.measure(args)
+
+
+@pytest.mark.parametrize(("strategy", "weights"), [("optim_grads_params", 64), ("optim", 128)])
+def test_weights_are_those_computed_with_and_main_weights_are_the_optimizers(
+    ranks: Callable[[int], RankPool], strategy: str, weights: int
+) -> None:
+    for found in ranks(2).run(weigh_with_main_weights, strategy):
+        assert found.weight_bytes == weights
+        assert found.optimizer_bytes == 128 + 128  # half of 64 main weights and half of their momentum, fp32
+        assert (found.plain_weight_bytes, found.plain_gradient_bytes, found.plain_optimizer_bytes) == (128, 256, 512)
 
 
 def test_views_of_one_buffer_count_once_with_its_padding() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2.module import units_below
+
 from .. import bootstrap
 from ..datasets import wrap_compile_helpers
 
@@ -146,7 +148,7 @@ class Recorder:
     def measure(self, args: Any) -> RankMeasure:
         """Weigh what is alive now; ``args`` is stock's namespace, which says how plain data parallel would hold it."""
         parameters = [parameter for chunk in self.model for parameter in chunk.parameters()]
-        weights = storages(parameters)
+        weights = storages(computed_with(self.model, parameters))
         gradients = storages(gradient for parameter in parameters for gradient in gradients_of(parameter))
         states = storages(optimizer_tensors(self.optimizer))
         count = sum(parameter.numel() for parameter in parameters)
@@ -178,6 +180,12 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def total_besides(mine: dict[int, int], counted: dict[int, int]) -> int:
     """Bytes of the storages in ``mine`` that ``counted`` doesn't hold already."""
     return sum(size for address, size in mine.items() if address not in counted)
+
+
+def computed_with(model: list[torch.nn.Module], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The weights that forward reads. A sharded model shows its main weights as parameters, which may be others."""
+    buffers = [group.compute for chunk in model for unit in units_below(chunk) for group in unit.groups]
+    return [piece for buffer in buffers for piece in buffer.pieces] or parameters
 
 
 def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
