@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -21,10 +21,8 @@ from .sharding.mesh import DataParallelMesh, data_parallel_mesh
 from .sharding.parameter_group import ParameterGroup, ParamSource
 from .strategy import Strategy, resolve_strategy
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-
-def fully_shard(
+def fully_shard[ModuleT: nn.Module](
     module: ModuleT,
     *,
     mesh: DeviceMesh | None = None,
@@ -77,11 +75,11 @@ def fully_shard(
     for group in groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
-    module.__class__ = sharded_class(type(module))
+    module.__class__ = cast("type[ModuleT]", sharded_class(type(module)))
     module._fsdp_unit = unit  # type: ignore[assignment]
     install(module, unit, units_below)
-    module.register_state_dict_pre_hook(_rest_before_state_dict)
-    module.register_load_state_dict_pre_hook(_rest_before_load)
+    module.register_state_dict_pre_hook(_rest_before_state_dict)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_rest_before_load)  # type: ignore[no-untyped-call]
     return module
 
 
@@ -162,8 +160,8 @@ def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> N
         raise ValueError(f"parameter {name} is sharded already, by another call of fully_shard")
     if set(param.device_mesh.mesh_dim_names or ("",)) & set(axes.device_mesh.mesh_dim_names or ("",)):
         raise ValueError(
-            f"parameter {name} is a DTensor on the mesh {param.device_mesh} already; it can be sharded further only over "
-            "another named dimension of the same mesh"
+            f"parameter {name} is a DTensor on the mesh {param.device_mesh} already; it can be sharded further only "
+            "over another named dimension of the same mesh"
         )
     if any(not placement.is_replicate() and placement != Shard(1) for placement in param.placements):
         raise ValueError(

@@ -22,7 +22,7 @@ def materialize(module: nn.Module, sources: list[ParamSource], device: torch.dev
     owners = list(dict.fromkeys(owner for source in meta for owner, _ in source.owners))
     for source in meta:
         if isinstance(source.original, DTensor):
-            raise ValueError(f"parameter {source.name} is a DTensor on the meta device; materialize it before fully_shard")
+            raise ValueError(f"parameter {source.name} is a DTensor on meta; materialize it before fully_shard")
     for owner in owners:
         if not callable(getattr(owner, "reset_parameters", None)):
             named = [source.name for source in meta for candidate, _ in source.owners if candidate is owner]

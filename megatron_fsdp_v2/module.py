@@ -147,7 +147,7 @@ class FSDPModule:
             setattr(unit, name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``to()``, ``cuda()``, ``half()`` and the like: refused where they would detach parameters from their buffers."""
+        """``to()``, ``half()`` and the like: refused where they would detach parameters from their buffers."""
         unit = self._fsdp_unit
         for group in unit.groups:
             probe = group.sharded_params[0].detach()
@@ -176,9 +176,8 @@ def units_below(module: Any) -> list[Unit]:
 
 def sharded_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``base`` that adds FSDPModule; made once per class."""
-    existing = base.__dict__.get("_fsdp_sharded_class")
+    existing: type[nn.Module] | None = base.__dict__.get("_fsdp_sharded_class")
     if existing is None:
         existing = type(f"FSDP{base.__name__}", (FSDPModule, base), {"__module__": base.__module__})
-        base._fsdp_sharded_class = existing  # type: ignore[assignment]
-    result: type[nn.Module] = existing  # type: ignore[assignment]
-    return result
+        setattr(base, "_fsdp_sharded_class", existing)  # noqa: B010 - the class has no such attribute to a checker
+    return existing

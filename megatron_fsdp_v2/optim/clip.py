@@ -52,7 +52,8 @@ def get_total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> t
             for dim in cut:
                 dist.all_reduce(part, op=reduce_op, group=mesh.get_group(dim))
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    result: torch.Tensor = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    return result
 
 
 @torch.no_grad()
@@ -74,7 +75,7 @@ def clip_grad_norm_(
     grads = [param.grad for param in parameters if param.grad is not None]
     norm = get_total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it can't be clipped")
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they can't be clipped")
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -88,5 +89,5 @@ def _local_power(shards: list[torch.Tensor], norm_type: float, device: torch.dev
     if not filled:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch.stack([torch.linalg.vector_norm(shard, norm_type, dtype=torch.float32) for shard in filled])
-    total = torch.linalg.vector_norm(norms, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total if math.isinf(norm_type) else total.pow(norm_type)

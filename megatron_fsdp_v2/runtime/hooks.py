@@ -162,8 +162,9 @@ def _prepare_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         if not places and dtype is None:
             return None
         if places:
-            for place, marked in zip(places, _PostBackward.apply(unit, *[leaves[i] for i in places]), strict=True):
-                leaves[place] = marked
+            marked = _PostBackward.apply(unit, *[leaves[i] for i in places])  # type: ignore[no-untyped-call]
+            for place, leaf in zip(places, marked, strict=True):
+                leaves[place] = leaf
     result: tuple[Any, Any] = tree_unflatten(leaves, spec)
     return result
 

@@ -91,7 +91,8 @@ def redistribute(
     """
     axis, old, new = _changed_axis(source.placements, target.placements)
     mesh_axis = source.mesh.shard if axis == 0 else source.mesh.outer
-    assert mesh_axis is not None and source.dtype == target.dtype
+    assert mesh_axis is not None
+    assert source.dtype == target.dtype
     match old, new:
         case Placement.SHARDED, Placement.REPLICATED:
             return all_gather(target.pieces, source.pieces, mesh_axis.group)
@@ -122,7 +123,8 @@ def _changed_axis(old: Placements, new: Placements) -> tuple[int, Placement, Pla
     changed = [(axis, a, b) for axis, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
     assert len(changed) == 1, f"redistribute changes one axis at a time: {old} to {new}"
     axis, before, after = changed[0]
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     return axis, before, after
 
 

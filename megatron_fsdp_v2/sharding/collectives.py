@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,33 +14,35 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+type Tensors = Sequence[torch.Tensor]
+type ReduceOp = dist.ReduceOp.RedOpType
+
+
 class Work(Protocol):
     """What an asynchronous collective returns."""
 
     def wait(self) -> Any: ...
 
 
-def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Work | None:
-    """Gather each 1-D input into its output (``world`` times as long). An input may be the rank's part of its output."""
+def all_gather(outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup) -> Work | None:
+    """Gather each 1-D input into its output (``world`` times as long). An input may be its part of the output."""
     pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.numel()]
     if len({o.dtype for o, _ in pairs}) > 1:
         # One coalesced call moves bytes only when all its tensors have one dtype.
         pairs = [(o.view(torch.uint8), i.view(torch.uint8)) for o, i in pairs]
-    return _coalesced([lambda o=o, i=i: _all_gather(o, i, group=group, async_op=True) for o, i in pairs], group)
+    return _coalesced([partial(_all_gather, o, i, group=group, async_op=True) for o, i in pairs], group)
 
 
-def reduce_scatter(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> Work | None:
+def reduce_scatter(outputs: Tensors, inputs: Tensors, op: ReduceOp, group: dist.ProcessGroup) -> Work | None:
     """Reduce each 1-D input and keep the rank's part of it in the output."""
     pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.numel()]
-    return _coalesced([lambda o=o, i=i: _reduce_scatter(o, i, op=op, group=group, async_op=True) for o, i in pairs], group)
+    return _coalesced([partial(_reduce_scatter, o, i, op=op, group=group, async_op=True) for o, i in pairs], group)
 
 
-def all_reduce(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Work | None:
+def all_reduce(tensors: Tensors, op: ReduceOp, group: dist.ProcessGroup) -> Work | None:
     """Reduce each tensor in place."""
-    calls = [lambda t=t: dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors if t.numel()]
-    return _coalesced(calls, group)
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return _coalesced([partial(dist.all_reduce, t, op=op, group=group, async_op=True) for t in filled], group)
 
 
 def _coalesced(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup) -> Work | None:
@@ -47,8 +50,10 @@ def _coalesced(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup) -> 
     if not calls:
         return None
     if len(calls) == 1:
-        return calls[0]()
-    with dist._coalescing_manager(group=group, async_ops=True) as manager:  # type: ignore[attr-defined]
+        work: Work = calls[0]()
+        return work
+    with dist.distributed_c10d._coalescing_manager(group=group, async_ops=True) as manager:
         for call in calls:
             call()
-    return manager
+    coalesced: Work = manager
+    return coalesced

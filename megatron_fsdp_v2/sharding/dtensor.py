@@ -24,7 +24,7 @@ class RowShard(Shard):
     split: RowSplit
 
     def __new__(cls, split: RowSplit) -> RowShard:
-        self: RowShard = super().__new__(cls, 0)
+        self: RowShard = super().__new__(cls, 0)  # type: ignore[call-arg]
         return self
 
     def __init__(self, split: RowSplit) -> None:
@@ -51,13 +51,14 @@ class RowShard(Shard):
     def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
         return self
 
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int | None = None
-    ) -> tuple[int, int | None]:
-        rows = self.split.range(rank or 0)
+    # torch types these sizes as possibly symbolic; rows of a flat layout are plain numbers.
+    def _local_shard_size_and_offset(  # type: ignore[override]
+        self, curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        rows = self.split.range(rank)
         return rows.count, rows.start
 
-    def _to_replicate_tensor(
+    def _to_replicate_tensor(  # type: ignore[override]
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
     ) -> torch.Tensor:
         counts = [self.split.range(index).count for index in range(mesh.size(mesh_dim))]
@@ -99,7 +100,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     mesh = tensor.device_mesh
     # Data parallelism cuts what other parallelisms left, so its cuts are undone first.
     order = sorted(range(mesh.ndim), key=lambda dim: (not isinstance(tensor.placements[dim], RowShard), -dim))
@@ -108,7 +109,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(placement, Replicate):
             continue
         if isinstance(placement, Partial):
-            raise ValueError(f"full_tensor can't gather a partial DTensor (mesh dimension {dim}); redistribute it first")
+            raise ValueError(f"a tensor that is partial along mesh dimension {dim} has no parts; redistribute it first")
         assert isinstance(placement, Shard)
         if placement.dim != 0:
             local = local.transpose(0, placement.dim).contiguous()
@@ -123,7 +124,8 @@ def _exchange(rows: int, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     mine = torch.tensor([rows], dtype=torch.int64, device=_comm_device(mesh))
     counts = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
     dist.all_gather(counts, mine, group=mesh.get_group(dim))
-    return torch.cat(counts).cpu()
+    result: torch.Tensor = torch.cat(counts).cpu()
+    return result
 
 
 def _comm_device(mesh: DeviceMesh) -> torch.device:

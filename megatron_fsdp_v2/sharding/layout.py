@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 # Kernels want 16-byte aligned weights; eight elements are that for every 2-byte type.
 ALIGNMENT = 8
@@ -20,7 +19,8 @@ ALIGNMENT = 8
 MERGE_BUDGET = 0.005
 
 
-class RowRange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RowRange:
     """A run of whole rows: ``start`` (row index) and ``count`` (rows, possibly zero)."""
 
     start: int

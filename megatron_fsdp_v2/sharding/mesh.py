@@ -82,5 +82,5 @@ def _device_of(device_type: str) -> torch.device:
         return torch.device("cpu")
     module = getattr(torch, device_type, None)
     if module is None or not module.is_available():
-        raise ValueError(f"the mesh is on device type {device_type!r}, which this process can't use; build a 'cpu' mesh")
+        raise ValueError(f"mesh is on device type {device_type!r}, which this process can't use; build a 'cpu' mesh")
     return torch.device(device_type, module.current_device())

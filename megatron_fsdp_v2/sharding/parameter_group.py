@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -16,7 +17,6 @@ from ..precision import GroupPrecision
 from ..strategy import Placement as BufferPlacement
 from ..strategy import Strategy
 from .buffer import DataParallelBuffer, Placements, redistribute
-from .collectives import Work
 from .dtensor import RowShard, build_dtensor
 from .gradients import GroupGradients
 from .layout import GroupLayout, plan_layout
@@ -68,7 +68,9 @@ class ParameterGroup:
         pieces = mesh.shard.size * (mesh.outer.size if mesh.outer and self._cut_by_outer else 1)
         self.layout: GroupLayout = plan_layout([tuple(source.local.shape) for source in sources], pieces)
         self._allocate_weights()
-        self.sharded_params = [self._sharded_param(index, source) for index, source in enumerate(sources)]
+        self.sharded_params: list[nn.Parameter] = [
+            self._sharded_param(index, source) for index, source in enumerate(sources)
+        ]
         self._attributes = [source.attributes for source in sources]
         self._inner_specs = [source.inner_spec for source in sources]
         self.unsharded_params: list[nn.Parameter] = []
@@ -100,7 +102,7 @@ class ParameterGroup:
     def main_version(self) -> int:
         """A number that grows whenever main weights are known to have been written."""
         params = self.sharded_params
-        return self._writes + sum([p._version + p._local_tensor._version for p in params])
+        return self._writes + sum([p._version + p._local_tensor._version for p in params])  # type: ignore[attr-defined]
 
     def mark_updated(self) -> None:
         """Declare that main weights were written in a way no version counter shows."""
@@ -154,8 +156,8 @@ class ParameterGroup:
 
     def _allocate_weights(self) -> None:
         shard, outer = self.strategy.shard, self.strategy.outer
-        at_rest = Placements(shard.compute, outer and outer.compute)
-        main = Placements(shard.main, outer and outer.main)
+        at_rest = Placements(shard.compute, outer.compute if outer else None)
+        main = Placements(shard.main, outer.main if outer else None)
         self.compute = DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute)
         self._own_compute = self.compute.part(main)
         self.main = self._own_compute
@@ -191,7 +193,7 @@ class ParameterGroup:
         vars(param).update(source.attributes)
         return param
 
-    def _at_rest_spec(self, index: int, inner: DTensorSpec | None) -> tuple[torch.distributed.DeviceMesh, list[Placement]]:
+    def _at_rest_spec(self, index: int, inner: DTensorSpec | None) -> tuple[DeviceMesh, list[Placement]]:
         outer_cut = self._cut_by_outer
         shards, mesh = self.mesh.shard.size, self.mesh.device_mesh
         cut: list[Placement]
@@ -221,12 +223,12 @@ class ParameterGroup:
         return param
 
 
-def _joined_mesh(data_mesh: torch.distributed.DeviceMesh, inner_mesh: torch.distributed.DeviceMesh) -> torch.distributed.DeviceMesh:
+def _joined_mesh(data_mesh: DeviceMesh, inner_mesh: DeviceMesh) -> DeviceMesh:
     names = (*(data_mesh.mesh_dim_names or ()), *(inner_mesh.mesh_dim_names or ()))
     root = data_mesh._get_root_mesh()
     if len(names) != data_mesh.ndim + inner_mesh.ndim or root != inner_mesh._get_root_mesh():
         raise ValueError(
-            "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named slices of "
-            f"one mesh; got {inner_mesh} and {data_mesh}"
+            "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named slices "
+            f"of one mesh; got {inner_mesh} and {data_mesh}"
         )
     return root[names]
