@@ -153,7 +153,18 @@ def apply(row: Patch, module: ModuleType) -> Callable[[], None]:
 def _apply_new_dispatch(cls: type, implementation: Callable[[type], Any]) -> Callable[[], None]:
     own_new = vars(cls).get("__new__", _ABSENT)
     implementation(cls)
-    return lambda: _restore(cls, "__new__", own_new)
+    return lambda: _restore_new(cls, own_new)
+
+
+def _restore_new(cls: type, own_new: object) -> None:
+    _restore(cls, "__new__", own_new)
+    # Once a class has had a `__new__` of its own, `object.__new__` refuses the constructor's arguments for good.
+    if cls.__new__ is object.__new__:
+        cls.__new__ = _new_without_arguments  # type: ignore[method-assign, assignment]
+
+
+def _new_without_arguments(cls: type, *args: object, **keywords: object) -> object:
+    return object.__new__(cls)
 
 
 def _restore(owner: Any, name: str, value: Any) -> None:
