@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from megatron_fsdp_v2_mcore import bootstrap, import_hook
 
 ADAPTERS = Path(__file__).resolve().parents[2] / "adapters"

@@ -1,4 +1,4 @@
-"""The patch table, its signature checks and the import hook, on a small stand-in for Megatron and on the real source."""
+"""The patch table, its signature checks and the import hook, on a small stand-in for Megatron and on its source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from megatron_fsdp_v2_mcore import environment, import_hook, patches, register, signatures, unregister
 from megatron_fsdp_v2_mcore.bootstrap import ENV_ACTIVE, ENV_CPU_EMULATION
 from megatron_fsdp_v2_mcore.patches import CPU, V2, Patch
