@@ -50,6 +50,7 @@ class FSDPModule:
         With ``async_op`` the gather is only started; ``wait`` of the returned handle finishes it.
         """
         context = self._context()
+        context.streams.gather_after_compute()
         self._fsdp_unit.start_unshard(context.streams)
         handle = UnshardHandle(self._fsdp_unit)
         if async_op:

@@ -60,7 +60,12 @@ def _pre_forward(
         if unit is context.root:
             context.begin_forward()
         unit.move_to(Phase.FORWARD)
-        expected = context.forward_order.note(unit) if context.in_root_forward else None
+        expected = None
+        if context.in_root_forward:
+            expected = context.forward_order.note(unit)
+        else:
+            # A module below the root runs alone: gathers must see what was written to its weights before.
+            context.streams.gather_after_compute()
         _make_ready(unit, context)
         context.prefetch(expected)
         unit.forward_version = unit.weights_version

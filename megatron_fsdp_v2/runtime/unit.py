@@ -92,9 +92,19 @@ class Unit:
         self.phase = phase
 
     def prepare(self) -> None:
-        """Build what computing needs. Runs once, when the unit joins a context."""
+        """Build what computing needs. Runs once, when the unit joins a context.
+
+        Raises:
+            RuntimeError: a parameter was frozen or unfrozen after sharding.
+        """
         assert self.context is not None
         for group in self.groups:
+            for name, param in zip(group.names, group.sharded_params, strict=True):
+                if param.requires_grad != group.trainable:
+                    raise RuntimeError(
+                        f"requires_grad of parameter {name!r} of unit {self.name!r} was changed after fully_shard, "
+                        "which groups parameters by it; freeze parameters before"
+                    )
             group.prepare(self.context.allocator)
             pairs = zip(group.owners, group.sharded_params, group.unsharded_params, strict=True)
             for owners, sharded, unsharded in pairs:

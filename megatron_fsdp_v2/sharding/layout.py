@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 # Kernels want 16-byte aligned weights; eight elements are that for every 2-byte type.
 ALIGNMENT = 8
@@ -147,7 +148,8 @@ def plan_layout(shapes: Sequence[Sequence[int]], world: int) -> GroupLayout:
         cursor = 0
         for param in members:
             rows, row_numel = sizes[param]
-            cursor = _round_up(cursor, row_numel) if row_numel else cursor
+            if row_numel and world > 1:
+                cursor = _round_up(cursor, row_numel)
             extents[param] = Extent(number, cursor, rows, row_numel)
             cursor += rows * row_numel
         chunks.append(_round_up(-(-cursor // world), unit))
@@ -161,48 +163,69 @@ def _agreeing_segments(sizes: Sequence[tuple[int, int]], world: int) -> list[tup
     for param, (_, row_numel) in enumerate(sizes):
         by_row.setdefault(row_numel, []).append(param)
     empty = by_row.pop(0, [])
-    total = sum(rows * row_numel for rows, row_numel in sizes)
     segments: list[_Segment] = []
+    budget = int(MERGE_BUDGET * sum(rows * row_numel for rows, row_numel in sizes))
     for row_numel in sorted(by_row, reverse=True):
-        _home_for(row_numel, segments, world, total).rows.append(row_numel)
-    if not segments:
-        segments.append(_Segment(longest=1, unit=1))
+        numel = sum(sizes[param][0] for param in by_row[row_numel]) * row_numel
+        if world == 1 and segments:
+            # Nothing is cut, so no row size has to agree with another.
+            segments[0] = segments[0].joined_by(row_numel, numel)
+        else:
+            _place(row_numel, numel, segments, world, budget)
+    # Segments of odd units last, and odd sizes last inside: what precedes them is then aligned without any padding.
+    segments.sort(key=lambda segment: segment.unit % ALIGNMENT != 0)
     result = []
-    for number, segment in enumerate(segments):
-        # Odd row sizes last: whatever precedes them then keeps its alignment without any padding.
-        order = sorted(segment.rows, key=lambda row: (row % ALIGNMENT != 0, -row))
-        members = list(empty) if number == 0 else []
-        for row_numel in order:
+    for segment in segments or [_Segment()]:
+        members: list[int] = []
+        for row_numel in segment.rows:
             members += sorted(by_row[row_numel], key=lambda p: (sizes[p][0] * sizes[p][1] % ALIGNMENT != 0, p))
         result.append((1 if world == 1 else segment.unit, members))
+    result[0][1][:0] = empty
     return result
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Segment:
-    longest: int
-    unit: int
-    rows: list[int] = field(default_factory=list)
+    """Row sizes in storage order, and the number of elements of all their parameters."""
 
-    def cost(self, unit: int, world: int) -> int:
-        """Elements of padding that ``unit`` may cost beyond one longest row per rank."""
-        return world * (unit - self.longest)
+    rows: tuple[int, ...] = ()
+    numel: int = 0
+
+    def joined_by(self, row_numel: int, numel: int) -> _Segment:
+        rows = sorted((*self.rows, row_numel), key=lambda row: (row % ALIGNMENT != 0, -row))
+        return _Segment(tuple(rows), self.numel + numel)
+
+    @cached_property
+    def unit(self) -> int:
+        """What a chunk is a multiple of, in elements."""
+        return math.lcm(*self.rows)
+
+    def padding(self, world: int) -> int:
+        return -self.numel % (world * self.unit)
+
+    def excess(self, world: int) -> int:
+        """Upper bound of the padding beyond one longest row per rank: by the unit, and by gaps between row sizes."""
+        gaps = sum(after - math.gcd(before, after) for before, after in pairwise(self.rows))
+        return world * (self.unit - max(self.rows)) + gaps
 
 
-def _home_for(row_numel: int, segments: list[_Segment], world: int, total: int) -> _Segment:
-    """The segment that takes this row size: one it divides, one it joins within budget, or a new one."""
-    for segment in segments:
-        if world == 1 or segment.unit % row_numel == 0:
-            return segment
-    spent = sum(segment.cost(segment.unit, world) for segment in segments)
-    for segment in segments:
-        unit = math.lcm(segment.unit, row_numel)
-        grown = spent - segment.cost(segment.unit, world) + segment.cost(unit, world)
-        if grown <= MERGE_BUDGET * total:
-            segment.unit = unit
-            return segment
-    segments.append(_Segment(longest=row_numel, unit=row_numel))
-    return segments[-1]
+def _place(row_numel: int, numel: int, segments: list[_Segment], world: int, budget: int) -> None:
+    """Put the parameters of one row size where they cost the least padding; few segments matter more than little of it.
+
+    Row sizes may share a segment as long as that costs at most ``budget`` elements for the whole group.
+    """
+    alone = _Segment((row_numel,), numel)
+    spent = sum(segment.excess(world) for segment in segments)
+    best, least = None, alone.padding(world) + budget
+    for index, segment in enumerate(segments):
+        joined = segment.joined_by(row_numel, numel)
+        grown = joined.padding(world) - segment.padding(world)
+        if grown <= least and spent - segment.excess(world) + joined.excess(world) <= budget:
+            best, least = index, grown
+    if best is None:
+        segments.append(alone)
+    else:
+        segments[best] = segments[best].joined_by(row_numel, numel)
 
 
 def _round_up(value: int, unit: int) -> int:
