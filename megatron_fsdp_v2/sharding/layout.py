@@ -18,6 +18,8 @@ from itertools import pairwise
 ALIGNMENT = 8
 # Share of a group that may be spent on letting row sizes that don't divide each other share a segment.
 MERGE_BUDGET = 0.005
+# Elements of padding that a further segment has to save: sending fewer takes no longer than one more tensor in the call.
+SEGMENT_WORTH = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class GroupLayout:
 def plan_layout(shapes: Sequence[Sequence[int]], world: int) -> GroupLayout:
     """Plan a group of parameters of the given ``shapes`` (rows first) for ``world`` shards.
 
-    Padding stays below one percent of the group plus one row (the longest) per rank and segment.
+    Padding stays below one percent of the group plus one row, the segment's longest, per rank and segment.
 
     Raises:
         ValueError: ``world`` is not positive, or a size is negative.
@@ -210,13 +212,13 @@ class _Segment:
 
 
 def _place(row_numel: int, numel: int, segments: list[_Segment], world: int, budget: int) -> None:
-    """Put the parameters of one row size where they cost the least padding; few segments matter more than little of it.
+    """Put the parameters of one row size where they cost the least padding, or apart where that saves a lot.
 
-    Row sizes may share a segment as long as that costs at most ``budget`` elements for the whole group.
+    ``budget`` is what row sizes that don't divide each other may cost the whole group, in elements.
     """
     alone = _Segment((row_numel,), numel)
     spent = sum(segment.excess(world) for segment in segments)
-    best, least = None, alone.padding(world) + budget
+    best, least = None, alone.padding(world) + max(budget, SEGMENT_WORTH)
     for index, segment in enumerate(segments):
         joined = segment.joined_by(row_numel, numel)
         grown = joined.padding(world) - segment.padding(world)
