@@ -82,9 +82,11 @@ def _plan(console: "Console", ranks: int | None, baseline: bool, stock_flags: li
     if gpus and ranks and ranks > gpus:
         raise _end(f"--ranks {ranks}: there are {gpus} GPUs, and each rank needs one of its own.")
     job = Job(ranks=ranks or gpus or 2, on_gpu=bool(gpus), baseline=baseline, stock_flags=stock_flags)
-    where = f"{job.ranks} of {gpus} GPUs, nccl" if gpus else f"no GPU: {job.ranks} CPU processes, gloo, CUDA emulated"
     how = "stock DistributedOptimizer" if baseline else "--use-megatron-fsdp-v2"
-    console.print(f"{how} on {where}", highlight=False)
+    if gpus:
+        console.print(f"{how} on {job.ranks} of {gpus} GPUs over nccl", highlight=False)
+    else:
+        console.print(f"{how} on {job.ranks} CPU processes over gloo; no GPU, so CUDA is emulated", highlight=False)
     return job
 
 
@@ -112,7 +114,10 @@ def _train(console: "Console", job: "Job", output: Path, port: int) -> None:
             line.show(state)
 
         launch.run(jobs.command(job, text, folder, port), env, folder, job.ranks, on_line)
-    result = report.collect(job, state, folder)
+    try:
+        result = report.collect(job, state, folder)
+    except ValueError as error:
+        raise _end(f"The run ended, but there is nothing to compare: {error}. Logs: {folder}") from error
     console.print(report.table(result, report.latest_counterpart(result, output)))
     console.print(NOTES, style="dim", highlight=False)
     if not result.loss_fell:

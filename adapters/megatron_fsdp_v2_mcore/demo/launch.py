@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -76,8 +76,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """End ``process`` and everything below it: asked first, killed after ``GRACE_SECONDS``."""
     if process.poll() is not None:
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # torchrun puts every rank in a session of its own, so no signal to a group reaches them all.
         ranks = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
@@ -88,8 +87,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
         for rank in ranks:
             _kill_family(rank)
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def rank_log(ranks_folder: Path, rank: int, stream: str) -> Path | None:
@@ -163,20 +160,23 @@ class _RankOutput:
             self.file.close()
 
 
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
+def _termination_as_interrupt() -> AbstractContextManager[None]:
     """SIGTERM and a closed terminal end the run the way Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    watched = [signal.SIGTERM, signal.SIGHUP]
-    previous = [signal.signal(number, interrupt) for number in watched]
+    return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, object], None] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in zip(watched, previous, strict=True):
-            signal.signal(number, handler)
+        for number, before in zip(numbers, previous, strict=True):
+            signal.signal(number, before)
 
 
 def _kill_family(process: psutil.Process) -> None:
