@@ -28,7 +28,7 @@ from tests.harness.server import Case, RankOutcome
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_TIMEOUT = 120.0
 # What the server may need beyond the case itself: its start, the module's imports, the stack dump.
-_SERVER_MARGIN = 90.0
+_SERVER_MARGIN = 180.0
 _LOG_TAIL = 4000
 
 

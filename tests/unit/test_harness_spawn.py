@@ -33,11 +33,11 @@ def fail_on_last(rank: int, world_size: int, pid_dir: str) -> None:
     dist.barrier()
     if rank == world_size - 1:
         raise ValueError(f"rank {rank} says no")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def hang_in_different_places(rank: int, world_size: int, pid_dir: str) -> None:
-    sleeper = subprocess.Popen(["sleep", "60"])
+    sleeper = subprocess.Popen(["sleep", "600"])
     Path(pid_dir, str(rank)).write_text(str(os.getpid()))
     Path(pid_dir, f"{rank}-child").write_text(str(sleeper.pid))
     if rank == 0:
@@ -50,7 +50,7 @@ def wait_in_a_collective() -> None:
 
 
 def sleep_on_the_host() -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def die_by_signal(rank: int, world_size: int) -> None:
@@ -122,7 +122,7 @@ def test_an_exception_surfaces_and_the_others_are_killed_at_once(ranks: Ranks, t
     start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"ValueError: rank 2 says no") as failure:
         ranks(3).run(fail_on_last, str(tmp_path))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 200
     assert "fail_on_last" in str(failure.value)
     assert [outcome.rank for outcome in failure.value.outcomes] == [2, 0, 1]
     assert [outcome.status for outcome in failure.value.outcomes] == ["error", "killed", "killed"]
@@ -131,9 +131,9 @@ def test_an_exception_surfaces_and_the_others_are_killed_at_once(ranks: Ranks, t
 
 def test_a_hang_is_killed_and_every_rank_shows_its_stack(ranks: Ranks, tmp_path: Path) -> None:
     start = time.monotonic()
-    with pytest.raises(RanksTimedOut, match="did not end within 4 s") as failure:
-        ranks(2).run(hang_in_different_places, str(tmp_path), timeout=4)
-    assert time.monotonic() - start < 40
+    with pytest.raises(RanksTimedOut, match="did not end within 6 s") as failure:
+        ranks(2).run(hang_in_different_places, str(tmp_path), timeout=6)
+    assert time.monotonic() - start < 200
     stacks = {outcome.rank: outcome.detail for outcome in failure.value.outcomes}
     assert "in wait_in_a_collective" in stacks[0]
     assert "in sleep_on_the_host" in stacks[1]
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_is_named_with_its_output(ranks: Ranks) -> None:
 
 def test_a_collective_that_one_rank_skipped_does_not_pass(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed):
-        ranks(2).run(one_rank_skips_a_collective, timeout=4)
+        ranks(2).run(one_rank_skips_a_collective, timeout=6)
 
 
 def test_a_case_after_a_failure_is_unaffected(ranks: Ranks, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_many_cases_share_one_start(ranks: Ranks) -> None:
     start = time.monotonic()
     for _ in range(5):
         pool.run(summed_rank, 0.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
     assert pool._server.pid == before
 
 
@@ -202,17 +202,17 @@ def test_an_interrupted_session_leaves_no_orphans(tmp_path: Path, sig: signal.Si
     program = (
         "from tests.harness.spawn import run_ranks\n"
         "from tests.unit.test_harness_spawn import hang_in_different_places as hang\n"
-        f"run_ranks(hang, 2, {str(tmp_path)!r}, timeout=60)\n"
+        f"run_ranks(hang, 2, {str(tmp_path)!r}, timeout=300)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while len([path for path in tmp_path.iterdir() if path.read_text()]) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
         pids = [*pids_in(tmp_path), *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))]
         assert len(pids) >= 5
         driver.send_signal(sig)
-        driver.wait(timeout=30)
+        driver.wait(timeout=100)
         assert_gone(pids)
     finally:
         driver.kill()
