@@ -84,7 +84,7 @@ class Context:
             unit.active_backwards = 0
             if unit.phase is Phase.BACKWARD:
                 unit.move_to(Phase.IDLE)
-            self.reduce_gradients(unit)
+            self.reduce_gradients(unit, overdue=True)
         self.finish_reductions()
         for unit in self.units:
             unit.prefetched = False
@@ -104,11 +104,18 @@ class Context:
 
     # Gradients
 
-    def reduce_gradients(self, unit: Unit) -> None:
-        """Collect what autograd gave the unit and start reducing it, as far as this micro-batch asks for."""
+    def reduce_gradients(self, unit: Unit, overdue: bool = False) -> None:
+        """Collect what autograd gave the unit and start reducing it, as far as this micro-batch asks for.
+
+        ``overdue`` also reduces what earlier micro-batches put off, should this one give no gradient.
+        """
         for group in unit.groups:
-            if group.gradients is not None and group.gradients.has_new():
-                self._reduce(group.gradients, unit.stages_to_run(group))
+            gradients = group.gradients
+            if gradients is None:
+                continue
+            stages = unit.stages_to_run(group)
+            if gradients.has_new() or (overdue and gradients.is_waiting_before(stages)):
+                self._reduce(gradients, stages)
 
     def _reduce(self, gradients: GroupGradients, stages: int, force: bool = False) -> None:
         # One reduction at a time: the memory of collected gradients is then one group's.

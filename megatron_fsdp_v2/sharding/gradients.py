@@ -79,7 +79,11 @@ class GroupGradients:
     @property
     def has_pending(self) -> bool:
         """Whether gradients wait for a reduction that was put off."""
-        return any(buffer is not None for buffer in self.pending)
+        return self.is_waiting_before(self.stages)
+
+    def is_waiting_before(self, stages: int) -> bool:
+        """Whether gradients wait for one of the first ``stages`` stages."""
+        return any(buffer is not None for buffer in self.pending[:stages])
 
     @property
     def is_exposed(self) -> bool:
@@ -113,7 +117,7 @@ class GroupGradients:
             return stages > 0
         if not new and not force:
             self._source = None
-            return any(buffer is not None for buffer in self.pending[:stages])
+            return self.is_waiting_before(stages)
         self._allocator.allocate(self, self._flat_spec)
         self._write(self._flat_views, new)
         self._source = self._flat
