@@ -28,10 +28,14 @@ if os.environ["RANK"] == "1":
 time.sleep(300)
 """
 KILLED_RANK = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
+said = pathlib.Path(__file__).with_name("said")
 if os.environ["RANK"] == "0":
+    while not said.exists():
+        time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 print("rank 1 says why", flush=True)
+said.touch()
 time.sleep(300)
 """
 
