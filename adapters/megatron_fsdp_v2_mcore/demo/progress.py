@@ -30,7 +30,7 @@ RECENT = 20
 class RunState:
     """What the log has told so far. Losses are nats per token; NaN where a step was skipped."""
 
-    phase: str = "starting"
+    phase: str = "starting: Megatron is loading"
     step: int = 0
     total: int = 0
     losses: list[float] = field(default_factory=list)
@@ -72,11 +72,13 @@ def describe(state: RunState) -> str:
         return state.phase
     parts = [f"step {state.step}/{state.total}", f"loss {state.losses[-1]:.3f}"]
     pace, left = state.steps_per_second(RECENT), state.seconds_left()
-    if pace is not None and left is not None:
-        minutes, seconds = divmod(round(left), 60)
-        parts += [f"{pace:.2f} steps/s", f"{minutes}:{seconds:02d} left"]
+    if pace is not None:
+        parts.append(f"{pace:.2f} steps/s")
     if state.phase != "training":
         parts.append(state.phase)
+    elif left is not None:
+        minutes, seconds = divmod(round(left), 60)
+        parts.append(f"{minutes}:{seconds:02d} left")
     return "  ".join(parts)
 
 
