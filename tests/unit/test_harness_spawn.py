@@ -198,13 +198,17 @@ def test_a_module_that_starts_threads_is_refused(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_session_leaves_no_orphans(tmp_path: Path, sig: signal.Signals) -> None:
+def test_an_interrupted_session_leaves_no_orphans(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, sig: signal.Signals
+) -> None:
+    # A killed session can't remove its work folder.
+    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("work"))}
     program = (
         "from tests.harness.spawn import run_ranks\n"
         "from tests.unit.test_harness_spawn import hang_in_different_places as hang\n"
         f"run_ranks(hang, 2, {str(tmp_path)!r}, timeout=300)\n"
     )
-    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL, env=environment)
     try:
         deadline = time.monotonic() + 200
         while len([path for path in tmp_path.iterdir() if path.read_text()]) < 4 and time.monotonic() < deadline:
