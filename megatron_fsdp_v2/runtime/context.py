@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..memory.allocator import BucketAllocator, DynamicAllocator
@@ -28,8 +30,10 @@ class Context:
         self.forward_order = OrderRecorder()
         self.backward_order = OrderRecorder()
         self._forward_ends: list[Unit] = []
+        self._ahead: Unit | None = None
+        self._recomputed: list[Unit] = []
         self.in_root_forward = False
-        self.backward_open = False
+        self._end_of_backward: weakref.ref[Callable[[], None]] | None = None
         self._in_flight: list[tuple[GroupGradients, Pending]] = []
         for unit in self.units:
             unit.context = self
@@ -40,8 +44,10 @@ class Context:
 
     def begin_forward(self) -> None:
         """A forward of the root starts: leftovers of a pass that raised are cleared first."""
-        if self.backward_open or any([unit.phase is not Phase.IDLE for unit in self.units]):
-            self._abandon_pass()
+        if self._end_of_backward is not None or any([unit.phase is not Phase.IDLE for unit in self.units]):
+            for unit in self.units:
+                unit.phase = Phase.IDLE
+            self._abandon_backward()
         self.in_root_forward = True
         self.forward_order.begin()
         self._forward_ends = []
@@ -52,31 +58,50 @@ class Context:
         self.in_root_forward = False
         self.forward_order.commit()
         self.backward_order.suppose(reversed(self._forward_ends))
-        self.drop_unused_prefetch()
+        self.prefetch(None)
 
     def note_forward_end(self, unit: Unit) -> None:
         """Remember the order in which forwards end; backward starts out from its reverse."""
         self._forward_ends.append(unit)
 
     def prefetch(self, unit: Unit | None) -> None:
-        """Gather ahead for a unit that is about to run."""
+        """Gather ahead for the unit that is expected next, and free what was gathered ahead but didn't come."""
+        ahead, self._ahead = self._ahead, unit
+        if ahead is not None and ahead.prefetched and ahead is not unit:
+            ahead.reshard(self.streams)
         if unit is not None and not unit.is_bound and not unit.prefetched:
             unit.prefetched = True
             unit.start_unshard(self.streams)
 
-    def drop_unused_prefetch(self) -> None:
-        """Reshard what was gathered ahead but skipped on this pass."""
-        for unit in self.units:
-            if unit.prefetched:
+    def begin_recomputation(self) -> None:
+        """A forward is recomputed: free the weights of those recomputed before, whose backward didn't come yet."""
+        for unit in self._recomputed:
+            if unit.phase is Phase.IDLE and unit.reshard_after_forward:
                 unit.reshard(self.streams)
+        self._recomputed = []
 
-    def begin_backward(self) -> bool:
-        """The first unit of a backward reports; False when the backward is known already."""
+    def note_recomputed(self, unit: Unit) -> None:
+        """A recomputed forward ended and left its weights gathered."""
+        self._recomputed.append(unit)
+
+    @property
+    def backward_open(self) -> bool:
+        """Whether a backward runs that will call ``end_backward``."""
+        return self._end_of_backward is not None and self._end_of_backward() is not None
+
+    def begin_backward(self) -> None:
+        """A unit's backward is about to run: if it's the first, have ``end_backward`` called at the end of the graph.
+
+        The graph alone holds the callback, so that a reference to it dies with a backward that raises.
+        """
         if self.backward_open:
-            return False
-        self.backward_open = True
+            return
+        if self._end_of_backward is not None:
+            self._abandon_backward()
+        end = partial(self.end_backward)
+        self._end_of_backward = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
         self.backward_order.begin()
-        return True
 
     def end_backward(self) -> None:
         """The whole backward graph ran: bring every unit to rest with its gradients reduced."""
@@ -88,19 +113,26 @@ class Context:
         self.finish_reductions()
         for unit in self.units:
             unit.prefetched = False
-            if unit.reshard_after_backward:
+            # A backward may run inside the forward of units that have no part in it.
+            if unit.reshard_after_backward and unit.phase is Phase.IDLE:
                 unit.reshard(self.streams)
         self.expose_gradients()
         self.backward_order.commit()
-        self.backward_open = False
+        self._recomputed = []
+        self._end_of_backward = None
 
-    def _abandon_pass(self) -> None:
+    def _abandon_backward(self) -> None:
+        """Bring units to rest after a backward that raised; what it gave and wasn't reduced yet is dropped."""
         self.finish_reductions()
-        self.in_root_forward = self.backward_open = False
+        self._end_of_backward = None
+        for gradients in self.all_gradients():
+            gradients.drop_new()
         for unit in self.units:
-            unit.phase = Phase.IDLE
             unit.active_backwards = 0
-            unit.reshard(self.streams)
+            if unit.phase is Phase.BACKWARD:
+                unit.move_to(Phase.IDLE)
+            if unit.phase is Phase.IDLE:
+                unit.reshard(self.streams)
 
     # Gradients
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .context import Context, in_autograd_backward
@@ -23,7 +22,6 @@ def install(module: nn.Module, unit: Unit, units_below: Callable[[nn.Module], li
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     # Also called when forward raises, so that a caller that goes on finds the unit at rest.
     module.register_forward_hook(partial(_post_forward, unit), always_call=True)
-    unit.backward_hook = partial(_pre_backward, unit)
 
 
 def ensure_context(unit: Unit, units: list[Unit]) -> Context:
@@ -52,9 +50,9 @@ def _pre_forward(
 ) -> tuple[Any, Any] | None:
     context = unit.context or ensure_context(unit, units_below(module))
     if in_autograd_backward():
-        # A recomputed forward: backward, which needs the weights again at once, releases them.
         if unit.phase is Phase.IDLE:
             unit.move_to(Phase.FORWARD)
+            context.begin_recomputation()
         _make_ready(unit, context)
     else:
         if unit is context.root:
@@ -74,10 +72,15 @@ def _pre_forward(
 
 def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
     context = unit.context
-    assert context is not None
+    if context is None:
+        # Called although the hook before forward raised.
+        return output
+    recomputed = in_autograd_backward()
     if unit.phase is Phase.FORWARD:
         unit.move_to(Phase.IDLE)
-    recomputed = in_autograd_backward()
+        if recomputed:
+            # Most often the backward of the same weights comes next, so they stay until another forward.
+            context.note_recomputed(unit)
     dtype = unit.mp_policy.output_dtype
     if dtype is not None:
         output = tree_map(lambda value: _cast(value, dtype), output)
@@ -87,26 +90,32 @@ def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
     if not recomputed:
         if unit.reshard_after_forward or not awaits_backward:
             unit.reshard(context.streams)
-        context.note_forward_end(unit)
+        if context.in_root_forward:
+            context.note_forward_end(unit)
         if unit is context.root:
             context.end_forward()
     return output
 
 
-def _pre_backward(unit: Unit, grad: Any) -> None:
+def _pre_backward(unit: Unit, version: int, grad: Any) -> None:
+    """Prepare for the backward of a call of the module that computed with ``version`` of the weights."""
     context = unit.context
     assert context is not None
-    if context.begin_backward():
-        Variable._execution_engine.queue_callback(context.end_backward)
-    unit.active_backwards += 1
     if unit.phase is Phase.FORWARD:
         raise RuntimeError(f"a backward through unit {unit.name!r} started inside its own forward")
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a backward with create_graph=True reached unit {unit.name!r}: a second backward through it would read "
+            "weights that are freed by then"
+        )
+    if version != unit.weights_version:
+        raise RuntimeError(
+            f"the weights of unit {unit.name!r} were written between its forward and its backward, which would "
+            "compute gradients with other weights; run backward before the optimizer step or the load"
+        )
+    context.begin_backward()
+    unit.active_backwards += 1
     if unit.phase is Phase.IDLE:
-        if unit.forward_version != unit.weights_version:
-            raise RuntimeError(
-                f"the weights of unit {unit.name!r} were written between its forward and its backward, which would "
-                "compute gradients with other weights; run backward before the optimizer step or the load"
-            )
         unit.move_to(Phase.BACKWARD)
     expected = context.backward_order.note(unit)
     _make_ready(unit, context)
@@ -177,10 +186,11 @@ def _prepare_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 def _watch_outputs(unit: Unit, output: Any) -> bool:
     """Call the unit before the backward of this call of its module; False if no backward can come."""
     tensors = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+    before_backward = partial(_pre_backward, unit, unit.forward_version)
     if len(tensors) == 1:
-        tensors[0].register_hook(unit.backward_hook)
+        tensors[0].register_hook(before_backward)
     elif tensors:
-        torch.autograd.graph.register_multi_grad_hook(tensors, unit.backward_hook, mode="any")
+        torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
     return bool(tensors)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -64,7 +64,6 @@ class Unit:
         self.is_bound = False
         self.prefetched = False
         self.forward_version = -1
-        self.backward_hook: Callable[[Any], None] = _not_installed
         self._gather: Pending | None = None
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
 
@@ -166,7 +165,3 @@ class Unit:
         if self.defers_partial_gradients:
             stages = min(stages, group.gradients.stages_before_deferred)
         return stages if self.requires_all_reduce else min(stages, 1)
-
-
-def _not_installed(grad: Any) -> None:
-    raise AssertionError("the unit's hooks were not installed")

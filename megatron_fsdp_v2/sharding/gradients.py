@@ -172,6 +172,10 @@ class GroupGradients:
     def drop_pending(self) -> None:
         """Forget gradients whose reduction was put off, and new ones."""
         self.pending = [None] * self.stages
+        self.drop_new()
+
+    def drop_new(self) -> None:
+        """Forget what autograd produced and wasn't collected yet."""
         for param in self._unsharded_params:
             param.grad = None
 
