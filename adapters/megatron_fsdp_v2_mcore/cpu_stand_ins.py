@@ -203,8 +203,8 @@ def _on_cpu_keyword(original: Callable[..., Any]) -> Callable[..., Any]:
 def _device_arguments() -> list[StandIn]:
     reason = "device='cuda', device=0 and pin_memory=True mean the CPU's ordinary memory"
     # Asked before anything is replaced: torch caches this set and looks functions up in it, as in `with device:`.
-    constructors = torch_device_utils._device_constructors()
-    names = sorted(made.__name__ for made in constructors if getattr(torch, made.__name__, None) is made)
+    constructors: set[Any] = torch_device_utils._device_constructors()
+    names = sorted(name for name, value in vars(torch).items() if callable(value) and value in constructors)
     names += ["empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like"]
     methods = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided"]
     return [StandIn(torch, name, _on_cpu_keyword, reason) for name in names] + [

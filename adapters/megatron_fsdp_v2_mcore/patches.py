@@ -159,8 +159,9 @@ def _apply_new_dispatch(cls: type, implementation: Callable[[type], Any]) -> Cal
 def _restore_new(cls: type, own_new: object) -> None:
     _restore(cls, "__new__", own_new)
     # Once a class has had a `__new__` of its own, `object.__new__` refuses the constructor's arguments for good.
-    if cls.__new__ is object.__new__:
-        cls.__new__ = _new_without_arguments  # type: ignore[method-assign, assignment]
+    inherited: object = cls.__new__
+    if inherited is object.__new__:
+        _restore(cls, "__new__", _new_without_arguments)
 
 
 def _new_without_arguments(cls: type, *args: object, **keywords: object) -> object:

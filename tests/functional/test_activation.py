@@ -212,6 +212,13 @@ def test_mfsdp2_run_reads_nothing_behind_the_script(probe: Path, arguments: Sequ
     assert ast.literal_eval(finished.output.strip()) == [["v2"], ["v2"], [FLAG, *arguments]]
 
 
+def test_the_switch_turns_mfsdp2_run_off_too(probe: Path) -> None:
+    finished = run_command([*MFSDP2, "run", str(probe), FLAG], env={"MEGATRON_FSDP_V2_DISABLE": "1"})
+    reason, seen = finished.output.strip().splitlines()
+    assert reason == "megatron_fsdp_v2 is not active: MEGATRON_FSDP_V2_DISABLE is set"
+    assert ast.literal_eval(seen) == [None, None, [FLAG]]
+
+
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     finished = run_command([*MFSDP2, "run", str(tmp_path / "absent.py")])
     assert finished.returncode == 2

@@ -184,7 +184,7 @@ def test_a_run_that_cannot_work_ends_with_one_line(tmp_path: Path, files: dict[s
         env={**clean, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()

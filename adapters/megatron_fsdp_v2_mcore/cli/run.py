@@ -41,8 +41,8 @@ def run(
         _start_ranks(nproc, script, passed_on, emulate, force)
     if emulate:
         _emulate(force)
-    if bootstrap.FLAG in passed_on and not bootstrap.switched_on(bootstrap.ENV_DISABLE):
-        import_hook.install(v2=True)
+    if bootstrap.FLAG in passed_on:
+        _activate()
     _run_as_main(script, passed_on)
 
 
@@ -60,6 +60,13 @@ def _emulate(force: bool) -> None:
         cpu_emulation.enable(force)
     except RuntimeError as error:
         import_hook.refuse([str(error)])
+
+
+def _activate() -> None:
+    if bootstrap.switched_on(bootstrap.ENV_DISABLE):
+        typer.echo(f"megatron_fsdp_v2 is not active: {bootstrap.ENV_DISABLE} is set", err=True)
+    else:
+        import_hook.install(v2=True)
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> None:
