@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 Verdict = Literal["honoured", "no effect", "refused"]
@@ -100,11 +101,17 @@ _PRECISION = [
     _honoured("--megatron-fsdp-main-params-dtype", "fp32, bf16, fp16; auto is the model's dtype"),
     _honoured(
         "--megatron-fsdp-main-grads-dtype",
-        "fp32, bf16, fp16; auto is fp32 with --accumulate-allreduce-grads-in-fp32, else the model's dtype",
+        "fp32, bf16, fp16; auto is fp32 with --accumulate-allreduce-grads-in-fp32, else the dtype of the main weights",
     ),
-    _honoured("--megatron-fsdp-grad-comm-dtype", "fp32, bf16, fp16; auto is the dtype of the main gradients"),
+    _honoured(
+        "--megatron-fsdp-grad-comm-dtype",
+        "fp32, bf16, fp16; auto is the main gradients' dtype where that was chosen, else the model's",
+    ),
     _honoured("--accumulate-allreduce-grads-in-fp32", "main gradients are fp32 unless a dtype is named for them"),
-    _honoured("--grad-reduce-in-bf16", "turns --accumulate-allreduce-grads-in-fp32 off, as in stock"),
+    _honoured(
+        "--grad-reduce-in-bf16",
+        "leaves gradient communication in the model's dtype; accumulation stays in the main weights' dtype",
+    ),
     _refused(
         "--main-params-dtype",
         "use --megatron-fsdp-main-params-dtype",
@@ -304,6 +311,10 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "--num-distributed-optimizer-instances above 1 has no meaning with --data-parallel-sharding-strategy no_shard",
         lambda args: _instances(args) > 1 and args.data_parallel_sharding_strategy == "no_shard",
+    ),
+    Contradiction(
+        "--num-distributed-optimizer-instances above 1 needs the package einops, with which Megatron makes its groups",
+        lambda args: _instances(args) > 1 and find_spec("einops") is None,
     ),
     Contradiction(
         "--num-distributed-optimizer-instances must divide the number of data-parallel ranks",

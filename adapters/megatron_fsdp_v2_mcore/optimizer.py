@@ -96,6 +96,14 @@ class FSDPv2DistributedOptimizer(DistributedOptimizer):
         return norm
 
     @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """As stock, but with a norm to report when gradients aren't clipped, as stock gives it without sharding."""
+        success, norm, zeros = super().step()
+        if norm is not None and not self.config.clip_grad > 0:
+            norm = self.get_grad_norm()
+        return success, norm, zeros
+
+    @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Steps the shards this rank holds rows of, and starts to bring the new weights to their users."""
         with self._without_empty_gradients():

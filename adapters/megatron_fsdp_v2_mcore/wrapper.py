@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from megatron_fsdp_v2 import FSDPModule, fully_shard
 
 from .config import FSDPv2DDPConfig, mixed_precision_policy, wants_v2
 from .gradient_checks import check_gradients
-from .materialize import Materializer
+from .meta_device import provide_initializers
 from .parallel import compute_device, data_parallel_group, data_parallel_mesh
 from .units import find_units, output_layer
 
@@ -71,6 +71,10 @@ class PluginFSDPv2(FullyShardedDataParallel):
         self.data_parallel_group = data_parallel_group(pg_collection)
         names = [f"{cls.__module__}.{cls.__qualname__}" for cls in fsdp_unit_modules or ()]
         self._root = self._shard(unwrap_model(module, (Float16Module,)), names or list(ddp_config.fsdp_unit_modules))
+        # Without overlap nothing is reduced before the step, and stock doesn't mark its micro-batches either.
+        self._deferral = ExitStack()
+        if not ddp_config.overlap_grad_reduce:
+            self._deferral.enter_context(self._root.no_sync())
         for parameter in self.parameters():
             setattr(parameter, STOCK_MARK, True)
 
@@ -82,13 +86,11 @@ class PluginFSDPv2(FullyShardedDataParallel):
             "outer_strategy": self.ddp_config.outer_dp_sharding_strategy,
             "grad_reduction": "sum" if self.config.calculate_per_token_loss else "average",
         }
-        materialize = Materializer(self.device)
+        provide_initializers(model)
         last = output_layer(model)
         for unit in find_units(model, unit_names):
-            materialize(unit)
             # The backward starts where the forward ended, so the last unit's weights may stay.
             fully_shard(unit, reshard_after_forward=False if unit is last else None, **options)
-        materialize(model)
         return fully_shard(model, **options)
 
     # Gradients
@@ -96,6 +98,9 @@ class PluginFSDPv2(FullyShardedDataParallel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-batches inside keep gradients that are partial until the step unreduced."""
+        if not self.ddp_config.overlap_grad_reduce:
+            yield
+            return
         with self._root.no_sync():
             yield
 
@@ -107,7 +112,8 @@ class PluginFSDPv2(FullyShardedDataParallel):
 
         `force_all_reduce` has no meaning here: it serves `--save-wgrads-interval`, which is refused.
         """
-        self._root.finish_grad_sync()
+        # Stock gives parameters without a gradient one of zeros, which weight decay still acts on.
+        self._root.finish_grad_sync(include_unused=True)
         check_gradients(self.ddp_config, dict(self.named_parameters()), self.data_parallel_group)
 
     def scale_gradients(self, scaling_factor: torch.Tensor | float) -> None:
@@ -126,8 +132,7 @@ class PluginFSDPv2(FullyShardedDataParallel):
             self._root.start_weight_gather()
 
     def synchronize_param_gather(self) -> None:
-        """Called after a pass without backward: frees the full weights it has left."""
-        self._root.reshard()
+        """Called after a pass without backward, at whose end every unit rests already."""
 
     def stop_communication(self) -> None:
         """Called before main weights are read. They are final whatever is being gathered or reduced."""
@@ -139,7 +144,7 @@ class PluginFSDPv2(FullyShardedDataParallel):
             assert isinstance(parameter, DTensor)
             for axis, placement in enumerate(parameter.placements):
                 if placement.is_replicate():
-                    dist.broadcast(parameter.to_local(), group=self.mesh.get_group(axis), group_src=0)
+                    dist.broadcast(parameter.to_local(), group=parameter.device_mesh.get_group(axis), group_src=0)
         self._root.mark_weights_updated()
 
     def mark_weights_updated(self) -> None:

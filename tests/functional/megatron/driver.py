@@ -67,11 +67,8 @@ def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Modul
     return output, partial(_loss, batch["loss_mask"])
 
 
-def run_cases(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record | str]:
-    """Trains every case and returns its record, or the text of the error it ended with.
-
-    Weights are in rank 0's records only. All ranks must be given the same cases.
-    """
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record]:
+    """Trains every case and returns their records by name. Weights are in rank 0's records only."""
     from megatron_fsdp_v2_mcore import cpu_emulation, register
 
     cpu_emulation.enable()
@@ -86,7 +83,11 @@ def _run_case(case: Case, world_size: int) -> Record:
     from megatron.training.arguments import parse_and_validate_args
 
     record = Record()
-    with mock.patch.object(sys, "argv", ["parity", *case.argv(world_size)]), _recording(record), _fresh_megatron():
+    with (
+        mock.patch.object(sys, "argv", ["parity", *case.argv(world_size)]),
+        _recording(record, case),
+        _fresh_megatron(),
+    ):
         args = parse_and_validate_args()
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         pretrain(config, _datasets, ModelType.encoder_or_decoder, _forward_step)
@@ -94,7 +95,7 @@ def _run_case(case: Case, world_size: int) -> Record:
 
 
 @contextlib.contextmanager
-def _recording(record: Record) -> Iterator[None]:
+def _recording(record: Record, case: Case) -> Iterator[None]:
     """Listens to the training loop at the places where it logs, and takes the model's weights at its end."""
     from megatron.training import training
 
@@ -105,6 +106,8 @@ def _recording(record: Record) -> Iterator[None]:
         result = setup(*args, **kwargs)
         models.extend(result[0])
         record.wrapper = type(result[0][0]).__name__
+        if case.inspect is not None:
+            record.inspected = case.inspect(result[0][0], result[1])
         return result
 
     def log_and_record(
@@ -142,14 +145,16 @@ def _recording(record: Record) -> Iterator[None]:
     ):
         yield
     record.weights = _weights(models[0])
+    record.weights_checksum = sum(float(weight.double().sum()) for weight in record.weights.values())
+    if dist.get_rank() != 0:
+        record.weights = {}
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     weights = {}
     for name, parameter in model.named_parameters():
         whole = megatron_fsdp_v2.full_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-        if dist.get_rank() == 0:
-            weights[name.replace("module.", "")] = whole.detach().float().clone()
+        weights[name.replace("module.", "")] = whole.detach().float().clone()
     return weights
 
 

@@ -1,0 +1,228 @@
+"""Training with v2 beside stock's DistributedOptimizer: same data, same seed, 10 steps of 3 micro-batches.
+
+`make test` runs every strategy on the plain model and every variant with ZeRO-3 (some with ZeRO-1 too, whose gradients
+take another way); the marker `full` adds every strategy with every variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.functional.megatron.cases import (
+    STEPS,
+    Case,
+    Record,
+    relative_differences,
+    weight_differences,
+)
+from tests.functional.megatron.driver import run_cases
+from tests.harness.spawn import RankPool
+
+TIMEOUT = 540.0
+STOCK = "--use-distributed-optimizer"
+V2 = "--use-megatron-fsdp-v2 --data-parallel-sharding-strategy"
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+TWO_INSTANCES = "--num-distributed-optimizer-instances 2"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Flags that both sides get, and how far apart they may be (relative; weights per parameter, in L2 norm)."""
+
+    flags: str
+    losses: float = 1e-6
+    grad_norms: float = 1e-6
+    weights: float = 1e-5
+    dtype: torch.dtype = torch.float32
+    stock: str = STOCK
+
+
+_BF16 = {"losses": 1e-3, "grad_norms": 5e-3, "weights": 1e-2, "dtype": torch.bfloat16}
+_RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 1"
+VARIANTS = {
+    # Clipping is on and takes effect, and biases and norms have no weight decay.
+    "plain": Variant(""),
+    "overlap": Variant("--overlap-grad-reduce --overlap-param-gather"),
+    "dropout": Variant("--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "full recomputation": Variant(_RECOMPUTE_ALL),
+    "full recomputation with dropout": Variant(f"{_RECOMPUTE_ALL} --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "selective recomputation": Variant("--recompute-granularity selective"),
+    "evaluation in between": Variant("--eval-interval 3 --eval-iters 2"),
+    "evaluation in between, overlap": Variant(
+        "--eval-interval 3 --eval-iters 2 --overlap-grad-reduce --overlap-param-gather"
+    ),
+    "per-token loss": Variant("--calculate-per-token-loss"),
+    "per-token loss, overlap": Variant("--calculate-per-token-loss --overlap-grad-reduce"),
+    "untied": Variant("--untie-embeddings-and-output-weights"),
+    "llama-like": Variant(_LLAMA),
+    "experts": Variant(
+        "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type aux_loss "
+        "--disable-bias-linear"
+    ),
+    "no clipping": Variant("--clip-grad 0"),
+    "norms and zeros logged": Variant(
+        "--log-params-norm --log-num-zeros-in-grad --untie-embeddings-and-output-weights"
+    ),
+    # Stock's DistributedOptimizer refuses SGD; its plain data parallelism doesn't.
+    "sgd": Variant("--optimizer sgd", stock="--accumulate-allreduce-grads-in-fp32"),
+    "bf16": Variant("--bf16", **_BF16),  # type: ignore[arg-type]
+    "bf16, overlap": Variant("--bf16 --overlap-grad-reduce --overlap-param-gather", **_BF16),  # type: ignore[arg-type]
+    "bf16, full recomputation": Variant(f"--bf16 {_RECOMPUTE_ALL}", **_BF16),  # type: ignore[arg-type]
+    # Stock adds micro-batches in bf16 then, v2 in fp32.
+    "bf16 communication": Variant(
+        "--bf16 --grad-reduce-in-bf16", losses=1e-3, grad_norms=1e-2, weights=5e-2, dtype=torch.bfloat16
+    ),
+    "fp16, dynamic scale": Variant(
+        "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --accumulate-allreduce-grads-in-fp32",
+        losses=1e-3,
+        grad_norms=1e-3,
+        weights=1e-2,
+        dtype=torch.float16,
+    ),
+    "fp16, constant scale": Variant(
+        "--fp16 --loss-scale 128 --accumulate-allreduce-grads-in-fp32",
+        losses=1e-3,
+        grad_norms=1e-3,
+        weights=1e-2,
+        dtype=torch.float16,
+    ),
+}
+ALSO_WITH_ZERO1 = (
+    "overlap",
+    "full recomputation",
+    "evaluation in between",
+    "per-token loss",
+    "bf16",
+    "fp16, dynamic scale",
+)
+AT_TWO_RANKS = [
+    *[("plain", strategy) for strategy in STRATEGIES],
+    *[(variant, "optim_grads_params") for variant in VARIANTS if variant != "plain"],
+    *[(variant, "optim") for variant in ALSO_WITH_ZERO1],
+]
+EVERY_PAIR = [
+    (variant, strategy) for variant in VARIANTS for strategy in STRATEGIES if (variant, strategy) not in AT_TWO_RANKS
+]
+
+LAYOUTS = {
+    "flat": "optim_grads_params",
+    "hsdp": f"optim_grads_params {TWO_INSTANCES}",
+    "hfsdp": f"optim_grads_params {TWO_INSTANCES} --outer-dp-sharding-strategy optim",
+    "hsdp, zero-1": f"optim {TWO_INSTANCES}",
+    "hsdp, zero-2": f"optim_grads {TWO_INSTANCES}",
+}
+AT_FOUR_RANKS = [
+    *[("plain", layout) for layout in LAYOUTS],
+    *[(variant, layout) for variant in ("overlap", "per-token loss") for layout in ("hsdp", "hfsdp")],
+    *[("bf16", layout) for layout in ("hsdp", "hfsdp")],
+]
+EVERY_LAYOUT = [
+    (variant, layout) for variant in VARIANTS for layout in LAYOUTS if (variant, layout) not in AT_FOUR_RANKS
+]
+
+
+def _cases(pairs: list[tuple[str, str]], strategies: dict[str, str]) -> list[Case]:
+    """Every pair as a run with v2, and one stock run for each variant among them."""
+    names = dict.fromkeys(variant for variant, _ in pairs)
+    stock = [Case(f"stock: {name}", (*VARIANTS[name].stock.split(), *VARIANTS[name].flags.split())) for name in names]
+    ours = [
+        Case(f"{variant}: {strategy}", tuple(f"{V2} {strategies[strategy]} {VARIANTS[variant].flags}".split()))
+        for variant, strategy in pairs
+    ]
+    return [*stock, *ours]
+
+
+Ranks = Callable[[int], RankPool]
+Records = dict[str, Record]
+_STRATEGY_FLAGS = {strategy: strategy for strategy in STRATEGIES}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ranks: Ranks) -> Records:
+    return ranks(2).run(run_cases, _cases(AT_TWO_RANKS, _STRATEGY_FLAGS), timeout=TIMEOUT)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def every_pair(ranks: Ranks) -> Records:
+    return ranks(2).run(run_cases, _cases(EVERY_PAIR, _STRATEGY_FLAGS), timeout=3 * TIMEOUT)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(ranks: Ranks) -> Records:
+    return ranks(4).run(run_cases, _cases(AT_FOUR_RANKS, LAYOUTS), timeout=TIMEOUT)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def every_layout(ranks: Ranks) -> Records:
+    return ranks(4).run(run_cases, _cases(EVERY_LAYOUT, LAYOUTS), timeout=3 * TIMEOUT)[0]  # type: ignore[no-any-return]
+
+
+def _assert_parity(records: Records, variant: str, strategy: str, fp32_factor: float = 1.0) -> None:
+    ours, stock, limits = records[f"{variant}: {strategy}"], records[f"stock: {variant}"], VARIANTS[variant]
+    factor = fp32_factor if limits.dtype is torch.float32 else 1.0
+    assert (ours.wrapper, stock.wrapper) == ("PluginFSDPv2", "DistributedDataParallel")
+    assert ours.skipped == stock.skipped
+    assert ours.loss_scales == stock.loss_scales
+    assert len(ours.skipped) == STEPS
+    assert sum(ours.skipped) < STEPS - 1
+    losses = max(relative_differences(ours.losses, stock.losses))
+    grad_norms = max(relative_differences(ours.grad_norms, stock.grad_norms))
+    evaluations = max(relative_differences(ours.evaluations, stock.evaluations))
+    weights, name = max((value, name) for name, value in weight_differences(ours, stock, limits.dtype).items())
+    print(
+        f"{variant}, {strategy}: losses {losses:.1e}, grad norms {grad_norms:.1e}, evaluations {evaluations:.1e}, "
+        f"weights {weights:.1e} ({name})"
+    )
+    assert losses <= factor * limits.losses
+    assert grad_norms <= factor * limits.grad_norms
+    assert evaluations <= factor * limits.losses
+    assert weights <= limits.weights, name
+
+
+@pytest.mark.parametrize(("variant", "strategy"), AT_TWO_RANKS)
+def test_two_ranks_train_as_stock(two_ranks: Records, variant: str, strategy: str) -> None:
+    _assert_parity(two_ranks, variant, strategy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("variant", "strategy"), EVERY_PAIR)
+def test_two_ranks_train_as_stock_in_every_pair(every_pair: Records, variant: str, strategy: str) -> None:
+    _assert_parity(every_pair, variant, strategy)
+
+
+@pytest.mark.parametrize(("variant", "layout"), AT_FOUR_RANKS)
+def test_four_ranks_train_as_stock(four_ranks: Records, variant: str, layout: str) -> None:
+    _assert_parity(four_ranks, variant, layout, fp32_factor=10.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("variant", "layout"), EVERY_LAYOUT)
+def test_four_ranks_train_as_stock_in_every_layout(every_layout: Records, variant: str, layout: str) -> None:
+    _assert_parity(every_layout, variant, layout, fp32_factor=10.0)
+
+
+def test_runs_learn_and_differ_where_they_should(two_ranks: Records) -> None:
+    """Agreement says little if the loss doesn't move, or if a variant's flags had no effect."""
+    for name, record in two_ranks.items():
+        assert record.losses[-1] < record.losses[0] - 0.01 or "fp16, dynamic" in name, name
+    plain = two_ranks["stock: plain"].losses
+    for name in ("dropout", "per-token loss", "untied", "llama-like", "experts", "no clipping", "sgd", "bf16"):
+        assert two_ranks[f"stock: {name}"].losses[1:] != plain[1:], name
+    assert len(two_ranks["stock: evaluation in between"].evaluations) > len(two_ranks["stock: plain"].evaluations)
+    assert max(two_ranks["stock: plain"].grad_norms) > 0.5, "clipping never took effect"
+    assert 0 < sum(two_ranks["stock: fp16, dynamic scale"].skipped) < STEPS - 1
+
+
+def test_logged_norms_and_zeros_agree(two_ranks: Records) -> None:
+    ours = two_ranks["norms and zeros logged: optim_grads_params"]
+    stock = two_ranks["stock: norms and zeros logged"]
+    norms = [norm for norm in ours.params_norms if norm is not None]
+    assert len(norms) == STEPS
+    assert max(relative_differences(norms, [norm or 0.0 for norm in stock.params_norms])) < 1e-6
+    assert ours.zeros_in_grad == stock.zeros_in_grad
+    assert max(stock.zeros_in_grad) > 0
