@@ -15,7 +15,10 @@ Shape = tuple[int, ...]
 
 # Sizes that share divisors, that don't, and that are empty; few enough for several parameters to agree by chance.
 _SIZE = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 31, 64])
-SHAPES = st.lists(st.lists(_SIZE, max_size=3).map(tuple), max_size=8)
+_SMALL = st.lists(_SIZE, max_size=3).map(tuple)
+# Many short rows, so that row sizes that don't divide each other share a segment.
+_TALL = st.tuples(st.sampled_from([999, 4096, 5000]), st.sampled_from([6, 8, 9, 12, 18]))
+SHAPES = st.lists(st.one_of(_SMALL, _TALL), max_size=8)
 WORLD = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 64])
 
 
@@ -44,7 +47,7 @@ def assert_tiles(ranges: list[RowRange], rows: int) -> None:
     assert cursor == rows
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(SHAPES, WORLD)
 def test_ranks_tile_every_parameter_for_every_coarser_cut(shapes: list[Shape], world: int) -> None:
     layout = plan_layout(shapes, world)
@@ -53,7 +56,7 @@ def test_ranks_tile_every_parameter_for_every_coarser_cut(shapes: list[Shape], w
             assert_tiles([layout.split(param, shards).range(index) for index in range(shards)], rows_of(shape)[0])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(SHAPES, WORLD)
 def test_parameters_are_contiguous_and_apart(shapes: list[Shape], world: int) -> None:
     layout = plan_layout(shapes, world)
@@ -71,7 +74,7 @@ def test_parameters_are_contiguous_and_apart(shapes: list[Shape], world: int) ->
     assert layout.padding == layout.full_numel - layout.param_numel
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(SHAPES, WORLD)
 def test_no_chunk_border_cuts_a_row(shapes: list[Shape], world: int) -> None:
     layout = plan_layout(shapes, world)
@@ -84,7 +87,7 @@ def test_no_chunk_border_cuts_a_row(shapes: list[Shape], world: int) -> None:
                 assert inside % row_numel == 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(SHAPES, WORLD)
 def test_local_offsets_point_at_the_rows_of_the_split(shapes: list[Shape], world: int) -> None:
     """Reading a rank's rows at their local offset gives what the gathered buffer holds at those rows."""
@@ -123,7 +126,7 @@ def test_nested_cut_is_the_flat_cut_in_two_steps(shapes: list[Shape], sizes: tup
                     assert outer.start + part.start == expected.start
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(SHAPES, WORLD)
 def test_padding_is_at_most_one_percent_and_a_row_per_rank_and_segment(shapes: list[Shape], world: int) -> None:
     layout = plan_layout(shapes, world)
@@ -132,16 +135,17 @@ def test_padding_is_at_most_one_percent_and_a_row_per_rank_and_segment(shapes: l
     assert layout.padding <= 0.01 * layout.param_numel + world * longest_rows(layout)
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(1, 720720), min_size=1, max_size=40), st.sampled_from([1, 2, 8, 1024]))
-def test_padding_bound_for_many_row_sizes(row_sizes: list[int], world: int) -> None:
-    """Also where each row size divides a common one, so that only gaps between them could exceed the bound."""
-    shapes = [(1, row) for row in row_sizes] + [(1, row) for row in range(1, 64) if 720720 % row == 0]
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("common", [360, 840, 2520, 5040])
+@pytest.mark.parametrize("ones", [1, 90, 420, 3780, 6300])
+def test_padding_bound_where_gaps_between_row_sizes_add_up(common: int, ones: int, world: int) -> None:
+    """Row sizes that all divide a common one, but not each other: a shared segment would have a gap at each of them."""
+    shapes = [(1, row) for row in range(2, common + 1) if common % row == 0] + [(ones, 1)]
     layout = plan_layout(shapes, world)
     assert layout.padding <= 0.01 * layout.param_numel + world * longest_rows(layout)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(SHAPES, WORLD)
 def test_aligned_rows_start_aligned_in_the_gathered_buffer(shapes: list[Shape], world: int) -> None:
     layout = plan_layout(shapes, world)
