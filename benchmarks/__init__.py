@@ -1,0 +1,1 @@
+"""Measurements beside PyTorch FSDP2 and DDP: ``python -m benchmarks --help``."""

@@ -1,0 +1,77 @@
+"""The command ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from . import host, step, tables
+from .ranks import RankFailed
+
+
+class Part(Enum):
+    step = "step"
+    host = "host"
+    all = "all"
+
+
+_HELP = {
+    "part": "step: training on two gloo ranks. host: what a wrapper costs the host. all: both.",
+    "json": "Also write every single value to this file.",
+    "quick": "Few timed rounds: the exact figures are the same, the times are rough.",
+}
+
+
+def main(
+    part: Annotated[Part, typer.Argument(help=_HELP["part"])] = Part.all,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help=_HELP["json"])
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help=_HELP["quick"])] = False,
+) -> None:
+    """Measure megatron_fsdp_v2 beside PyTorch FSDP2 and DDP, in one run on the CPU.
+
+    Collectives, payload, copied bytes and tracked memory are exact. Times are not: compare the ratios of one run, on a
+    machine that does nothing else. docs/performance.md says how each figure is counted.
+    """
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {json_file.resolve().parent}", param_hint="--json")
+    progress, out = Console(stderr=True), Console(width=200)
+    results: dict[str, Any] = {}
+    try:
+        if part is not Part.host:
+            results["step"] = _step(3 if quick else 25, progress, out)
+        if part is not Part.step:
+            results["host"] = _host(20 if quick else 200, progress, out)
+    except RankFailed as failure:
+        progress.print(str(failure), markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    if json_file is not None:
+        json_file.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _step(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
+    with progress.status("step: starting two ranks") as status:
+        result = step.run(rounds, lambda text: status.update(f"step: {text}"))
+    for table in (tables.exact_table(result), tables.copy_table(result), tables.time_table(result)):
+        out.print(table)
+    for text, met in tables.requirements(result):
+        out.print(f"{'met' if met else 'MISSED'}: {text}", highlight=False)
+    return dataclasses.asdict(result)
+
+
+def _host(rounds: int, progress: Console, out: Console) -> list[dict[str, Any]]:
+    with progress.status("host: starting") as status:
+        figures = host.run(rounds, lambda text: status.update(f"host: {text}"))
+    out.print(tables.host_table(figures))
+    return [dataclasses.asdict(row) for row in figures]
+
+
+if __name__ == "__main__":
+    typer.run(main)
