@@ -166,7 +166,9 @@ def unregister() -> None:
 def on_first_rank() -> bool:
     """Whether this process is the one that speaks for all ranks; spawned children never do."""
     multiprocessing = sys.modules.get("multiprocessing.process")
-    is_child = multiprocessing is not None and multiprocessing.parent_process() is not None
+    # A spawned child that is still importing the main script doesn't know its parent yet.
+    spawned = "--multiprocessing-fork" in sys.orig_argv
+    is_child = spawned or (multiprocessing is not None and multiprocessing.parent_process() is not None)
     return os.environ.get("RANK", "0") == "0" and not is_child
 
 
