@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedParameter
 
+from .arguments import check_positive
 from .materialize import materialize
 from .module import FSDPModule, sharded_class, units_below
 from .precision import MixedPrecisionPolicy
@@ -20,6 +24,19 @@ from .sharding.dtensor import RowShard
 from .sharding.mesh import DataParallelMesh, data_parallel_mesh
 from .sharding.parameter_group import ParameterGroup, ParamSource
 from .strategy import Strategy, resolve_strategy
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Attribute ``_fsdp_owner`` of a parameter: its unit, its name there, whether it's the one from before sharding."""
+
+    unit: Callable[[], Unit | None]
+    name: str
+    is_original: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy in another process has no unit.
+        return _Owner, (type(None), self.name, self.is_original)
 
 
 def fully_shard[ModuleT: nn.Module](
@@ -61,17 +78,21 @@ def fully_shard[ModuleT: nn.Module](
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_arguments(module, policy, reshard_after_forward, grad_reduction, grad_divisor)
     axes = data_parallel_mesh(mesh)
-    ignored = set(ignored_params or ())
-    sources = _sources(module, ignored)
+    if reshard_after_forward and not plan.weights_resharded:
+        warnings.warn(
+            f"reshard_after_forward=True has no effect: strategy={strategy!r} keeps weights whole", stacklevel=2
+        )
+    sources = _sources(module, _ignored(ignored_params))
     _check_sources(module, sources, axes, shard_placement_fn)
-    materialize(module, sources, axes.device)
+    originals = [source.original for source in sources]
+    materialize(sources, [owner for _, owner in owned_modules(module)], axes.device)
     for source in sources:
         if not isinstance(source.original, DTensor) and source.original.device != axes.device:
             source.original.data = source.original.data.to(axes.device)
     _move_buffers(module, axes.device)
     groups = _groups(sources, axes, plan, policy)
     unit = Unit(module, groups, axes, policy, reshard_after_forward)
-    _replace_parameters(unit, sources)
+    _replace_parameters(unit, sources, originals)
     for group in groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
@@ -90,6 +111,8 @@ def _check_arguments(
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if isinstance(module, FSDPModule):
         raise ValueError(f"module {type(module).__name__} is a unit already; call fully_shard once per module")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"module {type(module).__name__} is scripted, so its class can't be extended; shard it before")
     if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(f"module {type(module).__name__} has no forward to hook; shard the modules it contains")
     if not isinstance(policy, MixedPrecisionPolicy):
@@ -98,8 +121,20 @@ def _check_arguments(
         raise ValueError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
     if grad_reduction not in ("average", "sum"):
         raise ValueError(f"grad_reduction must be 'average' or 'sum', got {grad_reduction!r}")
-    if not (isinstance(grad_divisor, (int, float)) and grad_divisor > 0):
-        raise ValueError(f"grad_divisor must be a positive number, got {grad_divisor!r}")
+    check_positive("grad_divisor", grad_divisor)
+
+
+def _ignored(params: object) -> set[nn.Parameter]:
+    if params is None:
+        return set()
+    # A tensor is an iterable of its rows, and a string one of its letters.
+    if isinstance(params, (str, torch.Tensor)) or not isinstance(params, Iterable):
+        raise TypeError(f"ignored_params must be an iterable of parameters, got {type(params).__name__}")
+    found = list(params)
+    for param in found:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"ignored_params must hold parameters, not names or values; got {type(param).__name__}")
+    return set(found)
 
 
 def _sources(module: nn.Module, ignored: set[nn.Parameter]) -> list[ParamSource]:
@@ -136,13 +171,17 @@ def _check_sources(
     axes: DataParallelMesh,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> None:
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn must be a function, got {type(shard_placement_fn).__name__}")
     for source in sources:
         param, name = source.original, f"{type(module).__name__}.{source.name}"
-        owner = vars(param).get("_fsdp_owner")
-        if owner is not None and owner[0]() is not None:
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"parameter {name} has no shape yet; run a forward of the lazy module before fully_shard")
+        _check_owner(module, param, name)
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"parameter {name} is tied to {owner[1]}, which belongs to another unit; let one unit own both, by "
-                "sharding only the module that contains them"
+                f"parameter {name} has gradient hooks, which would never be called: autograd sees another parameter "
+                "after fully_shard; remove them"
             )
         if param.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar and has no rows to shard; give it the shape (1,)")
@@ -153,6 +192,25 @@ def _check_sources(
         placement = shard_placement_fn(param) if shard_placement_fn else None
         if placement is not None and placement != Shard(0):
             raise ValueError(f"shard_placement_fn answered {placement} for {name}; only rows, Shard(0), can be sharded")
+
+
+def _check_owner(module: nn.Module, param: nn.Parameter, name: str) -> None:
+    """Refuse a parameter that another unit owns, or that a parameter of another unit was made from."""
+    mark: _Owner | None = vars(param).get("_fsdp_owner")
+    owner = mark.unit() if mark else None
+    if mark is None or owner is None:
+        return
+    paths = [path for path, child in module.named_modules() if getattr(child, "_fsdp_unit", None) is owner]
+    other = f"{type(module).__name__}.{paths[0]}.{mark.name}" if paths else f"{owner.name}.{mark.name}"
+    if mark.is_original:
+        raise ValueError(
+            f"parameter {name} is tied to {other}, which belongs to another unit; let one unit own both, by "
+            "sharding only the module that contains them"
+        )
+    raise ValueError(
+        f"parameter {name} is sharded already, as {other}; shard inner modules before outer ones, and a module that is "
+        "shared only as part of what contains all its uses"
+    )
 
 
 def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> None:
@@ -187,15 +245,16 @@ def _groups(
     return [ParameterGroup(members, axes, plan, policy.resolve(dtype)) for (dtype, _), members in alike.items()]
 
 
-def _replace_parameters(unit: Unit, sources: list[ParamSource]) -> None:
-    by_name = {source.name: source for source in sources}
+def _replace_parameters(unit: Unit, sources: list[ParamSource], originals: list[nn.Parameter]) -> None:
+    by_name = {source.name: (source, original) for source, original in zip(sources, originals, strict=True)}
     for group in unit.groups:
         for name, sharded in zip(group.names, group.sharded_params, strict=True):
-            source = by_name[name]
+            source, original = by_name[name]
             for owner, attribute in source.owners:
                 owner._parameters[attribute] = sharded
             # Another module may hold the same parameter: sharding it twice would silently untie the two.
-            source.original._fsdp_owner = (weakref.ref(unit), f"{unit.name}.{name}")  # type: ignore[attr-defined]
+            for param in (original, sharded):
+                param._fsdp_owner = _Owner(weakref.ref(unit), name, param is original)  # type: ignore[attr-defined]
 
 
 def _rest_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -204,7 +263,14 @@ def _rest_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> 
         module.reshard()
 
 
-def _rest_before_load(module: nn.Module, *args: Any) -> None:
+def _rest_before_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
+) -> None:
     assert isinstance(module, FSDPModule)
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"load_state_dict(assign=True) would take unit {module._fsdp_unit.name!r} its sharded parameters; "
+            "use assign=False, which copies"
+        )
     if module._fsdp_unit.is_bound:
         module.reshard()

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .arguments import check_positive
 from .runtime.context import Context
 from .runtime.hooks import ensure_context
 from .runtime.unit import Unit
+from .sharding.gradients import GroupGradients
 
 
 class UnshardHandle:
@@ -60,7 +62,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Show this unit's sharded parameters and free the gathered weights."""
-        self._fsdp_unit.reshard(self._context().streams)
+        context = self._fsdp_unit.context
+        if context is not None:
+            self._fsdp_unit.reshard(context.streams)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not they are kept, unreduced and whole, until one that does."""
@@ -72,8 +76,6 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
         """Whether weights are freed between forward and backward."""
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         self._set("reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -84,10 +86,10 @@ class FSDPModule:
         """Divide the sum of gradients over ranks by ``factor``, in place of averaging. For this unit alone.
 
         Raises:
-            ValueError: the factor isn't positive.
+            TypeError: the factor isn't a number.
+            ValueError: the factor isn't positive and finite.
         """
-        if not factor > 0:
-            raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
+        check_positive("factor", factor)
         for group in self._fsdp_unit.groups:
             if group.gradients is not None:
                 group.gradients.set_reduction(average=False, divisor=factor)
@@ -100,11 +102,13 @@ class FSDPModule:
         their reduction off. ``optim_grads`` and ``optim_grads_params`` reduce-scatter every micro-batch all the same,
         since a whole gradient is what they are there to avoid. ``set_requires_gradient_sync`` puts off everything.
         """
+        before = [(unit, unit.defers_partial_gradients) for unit in units_below(self)]
         self._set("defers_partial_gradients", True, recurse=True)
         try:
             yield
         finally:
-            self._set("defers_partial_gradients", False, recurse=True)
+            for unit, value in before:
+                unit.defers_partial_gradients = value
 
     def finish_grad_sync(self, include_unused: bool = False) -> None:
         """Reduce every gradient whose reduction was put off; ``.grad`` is final afterwards. A collective.
@@ -114,22 +118,32 @@ class FSDPModule:
         self._context().finish_grad_sync(include_unused)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of all parameters, and the gradients that wait for their reduction."""
-        context = self._context()
-        context.finish_reductions()
-        for gradients in context.all_gradients():
+        """Clear ``.grad`` of this module's parameters, and its gradients that wait for their reduction."""
+        units = units_below(self)
+        for gradients in _gradients(units):
             gradients.drop_pending()
+        # Between forward and backward a unit may show its full parameters, which have no gradient to clear.
+        bound = [unit for unit in units if unit.is_bound]
+        for unit in bound:
+            unit.bind_sharded()
         super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in bound:
+            unit.bind_unsharded()
 
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients, put-off ones too, by ``factor`` (a number or 0-dim tensor)."""
-        for gradients in self._context().all_gradients():
+        """Multiply this module's gradients, put-off ones too, by ``factor`` (a number or 0-dim tensor)."""
+        for gradients in _gradients(units_below(self)):
             gradients.scale(factor)
 
     def mark_weights_updated(self) -> None:
-        """Declare that sharded parameters were written by other means than torch operations or a torch optimizer."""
-        for group in self._context().all_groups():
-            group.mark_updated()
+        """Declare that this module's parameters were written in a way that torch doesn't count.
+
+        Operations on a parameter and steps of a torch optimizer are noticed; writes through ``.data``, raw pointers or
+        collectives are not.
+        """
+        for unit in units_below(self):
+            for group in unit.groups:
+                group.mark_updated()
 
     def start_weight_gather(self) -> None:
         """Start gathering what the next forward needs first: stale replicated weights, or else the root's own."""
@@ -144,20 +158,24 @@ class FSDPModule:
         return unit.context or ensure_context(unit, units_below(self))
 
     def _set(self, name: str, value: bool, recurse: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
         for unit in units_below(self) if recurse else [self._fsdp_unit]:
             setattr(unit, name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``to()``, ``half()`` and the like: refused where they would detach parameters from their buffers."""
-        unit = self._fsdp_unit
-        for group in unit.groups:
-            probe = group.sharded_params[0].detach()
-            after = fn(probe)
-            if after.dtype != probe.dtype or after.device != probe.device:
-                raise RuntimeError(
-                    f"unit {unit.name!r} can't be moved from {probe.dtype} on {probe.device} to {after.dtype} on "
-                    f"{after.device} after fully_shard: convert the module before it"
-                )
+        units = units_below(self)
+        for unit in units:
+            for group in unit.groups:
+                probe = group.main.pieces[0].detach()
+                after = fn(probe)
+                if after.dtype != probe.dtype or after.device != probe.device:
+                    raise RuntimeError(
+                        f"unit {unit.name!r} can't be moved from {probe.dtype} on {probe.device} to {after.dtype} on "
+                        f"{after.device} after fully_shard: convert the module before it"
+                    )
+        _convert_unsharded(self, units, fn)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -165,14 +183,33 @@ class FSDPModule:
 
 
 def units_below(module: Any) -> list[Unit]:
-    """Units of a module and its submodules, in the order of ``modules()``, named by their path from it."""
+    """Units of a module and its submodules, in the order of ``modules()``. Without a root, their path names them."""
     units = []
     for path, child in module.named_modules():
         if isinstance(child, FSDPModule):
             unit = child._fsdp_unit
-            unit.name = path or unit.name
+            if unit.context is None:
+                unit.name = path or unit.name
             units.append(unit)
     return units
+
+
+def _gradients(units: list[Unit]) -> list[GroupGradients]:
+    return [group.gradients for unit in units for group in unit.groups if group.gradients is not None]
+
+
+def _convert_unsharded(module: Any, units: list[Unit], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a conversion to the buffers and ignored parameters of a module."""
+    groups = [group for unit in units for group in unit.groups]
+    owned = {id(param) for group in groups for param in [*group.sharded_params, *group.unsharded_params]}
+    with torch.no_grad():
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    child._buffers[name] = fn(buffer)
+            for param in child._parameters.values():
+                if param is not None and id(param) not in owned:
+                    param.data = fn(param.data)
 
 
 def sharded_class(base: type[nn.Module]) -> type[nn.Module]:

@@ -60,9 +60,9 @@ def resolve_strategy(strategy: str, outer_strategy: str, has_outer_axis: bool) -
     Raises:
         ValueError: a name is unknown, an outer strategy is asked for on a 1-D mesh, or the pair can't be combined.
     """
-    if strategy not in SHARD_STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in SHARD_STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; choose one of {', '.join(SHARD_STRATEGIES)}")
-    if outer_strategy not in OUTER_STRATEGIES:
+    if not isinstance(outer_strategy, str) or outer_strategy not in OUTER_STRATEGIES:
         raise ValueError(f"outer_strategy={outer_strategy!r} is unknown; choose one of {', '.join(OUTER_STRATEGIES)}")
     if not has_outer_axis:
         if outer_strategy != "no_shard":

@@ -35,9 +35,11 @@ class Context:
         self.in_root_forward = False
         self._end_of_backward: weakref.ref[Callable[[], None]] | None = None
         self._in_flight: list[tuple[GroupGradients, Pending]] = []
-        for unit in self.units:
-            unit.context = self
-            unit.prepare()
+        # The first forward may come under inference mode, and what is built here has to serve training too.
+        with torch.inference_mode(False):
+            for unit in self.units:
+                unit.context = self
+                unit.prepare()
         self._watch_optimizers()
 
     # Forward and backward passes
@@ -48,6 +50,8 @@ class Context:
             for unit in self.units:
                 unit.phase = Phase.IDLE
             self._abandon_backward()
+        for unit in self.units:
+            unit.check_parameters()
         self.in_root_forward = True
         self.forward_order.begin()
         self._forward_ends = []
@@ -191,16 +195,26 @@ class Context:
 
     def _watch_optimizers(self) -> None:
         """Notice optimizer steps, which may write weights through raw pointers that no version counter sees."""
-        owner = {id(param): group for group in self.all_groups() for param in group.sharded_params}
+        groups = self.all_groups()
+        sharded = {id(param): group for group in groups for param in group.sharded_params}
+        gathered = {
+            id(param): name for group in groups for name, param in zip(group.names, group.unsharded_params, strict=True)
+        }
         context = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if context() is None:
                 handle.remove()
                 return
-            for group in {owner.get(id(p)) for options in optimizer.param_groups for p in options["params"]}:
+            ids = [id(param) for options in optimizer.param_groups for param in options["params"]]
+            for group in {sharded.get(key) for key in ids}:
                 if group is not None:
                     group.mark_updated()
+            if wrong := [gathered[key] for key in ids if key in gathered]:
+                raise RuntimeError(
+                    f"the optimizer was given the gathered weights {', '.join(wrong)}, which it can't train; build it "
+                    "while the module is at rest: before a forward, or after a backward"
+                )
 
         handle = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, handle.remove)

@@ -94,21 +94,37 @@ class Unit:
         """Build what computing needs. Runs once, when the unit joins a context.
 
         Raises:
-            RuntimeError: a parameter was frozen or unfrozen after sharding.
+            RuntimeError: a parameter isn't as ``fully_shard`` left it.
         """
         assert self.context is not None
+        self.check_parameters()
         for group in self.groups:
-            for name, param in zip(group.names, group.sharded_params, strict=True):
-                if param.requires_grad != group.trainable:
-                    raise RuntimeError(
-                        f"requires_grad of parameter {name!r} of unit {self.name!r} was changed after fully_shard, "
-                        "which groups parameters by it; freeze parameters before"
-                    )
             group.prepare(self.context.allocator)
             pairs = zip(group.owners, group.sharded_params, group.unsharded_params, strict=True)
             for owners, sharded, unsharded in pairs:
                 for owner, name in owners:
                     self._swaps.append((owner._parameters, name, sharded, unsharded))
+
+    def check_parameters(self) -> None:
+        """Refuse to go on with parameters that buffers don't stand behind any more.
+
+        Raises:
+            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding.
+        """
+        for group in self.groups:
+            params = zip(group.names, group.owners, group.sharded_params, group.local_params, strict=True)
+            for name, owners, param, local in params:
+                if param.requires_grad != group.trainable:
+                    raise RuntimeError(
+                        f"requires_grad of parameter {name!r} of unit {self.name!r} was changed after fully_shard, "
+                        "which groups parameters by it; freeze parameters before"
+                    )
+                shown = self.is_bound or all([owner._parameters.get(key) is param for owner, key in owners])
+                if not shown or param._local_tensor is not local:  # type: ignore[attr-defined]
+                    raise RuntimeError(
+                        f"parameter {name!r} of unit {self.name!r} was replaced or converted after fully_shard, so "
+                        "its values would never be used; write into it in place, or convert it before"
+                    )
 
     @property
     def weights_version(self) -> int:

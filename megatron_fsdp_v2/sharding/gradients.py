@@ -53,6 +53,7 @@ class GroupGradients:
         self._grads: list[DTensor] = []
         self._op = dist.ReduceOp.AVG
         self._scale = 1.0
+        self._unsharded_params: Sequence[nn.Parameter] = ()
         self._source: DataParallelBuffer | None = None
         self._to_expose = False
 

@@ -22,6 +22,9 @@ from .gradients import GroupGradients
 from .layout import GroupLayout, plan_layout
 from .mesh import DataParallelMesh
 
+# Attributes of a parameter that belong to the object: what makes it a DTensor, and the mark of its unit.
+_NOT_COPIED = ("_spec", "_local_tensor", "_fsdp_owner")
+
 
 @dataclass(eq=False)
 class ParamSource:
@@ -39,7 +42,7 @@ class ParamSource:
     @property
     def attributes(self) -> dict[str, Any]:
         """What users attached to the parameter object."""
-        return {key: value for key, value in vars(self.original).items() if key not in ("_spec", "_local_tensor")}
+        return {key: value for key, value in vars(self.original).items() if key not in _NOT_COPIED}
 
     @property
     def local(self) -> torch.Tensor:
@@ -71,6 +74,10 @@ class ParameterGroup:
         self.sharded_params: list[nn.Parameter] = [
             self._sharded_param(index, source) for index, source in enumerate(sources)
         ]
+        self.local_params: list[torch.Tensor] = [
+            param._local_tensor  # type: ignore[attr-defined]
+            for param in self.sharded_params
+        ]
         self._attributes = [source.attributes for source in sources]
         self._inner_specs = [source.inner_spec for source in sources]
         self.unsharded_params: list[nn.Parameter] = []
@@ -101,8 +108,8 @@ class ParameterGroup:
     @property
     def main_version(self) -> int:
         """A number that grows whenever main weights are known to have been written."""
-        params = self.sharded_params
-        return self._writes + sum([p._version + p._local_tensor._version for p in params])  # type: ignore[attr-defined]
+        params = zip(self.sharded_params, self.local_params, strict=True)
+        return self._writes + sum([param._version + local._version for param, local in params])
 
     def mark_updated(self) -> None:
         """Declare that main weights were written in a way no version counter shows."""
