@@ -16,11 +16,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from .arguments import check_positive
 from .materialize import materialize
-from .module import FSDPModule, sharded_class, units_below
+from .module import FSDPModule, named_units, sharded_class
 from .precision import MixedPrecisionPolicy
 from .runtime.hooks import install
 from .runtime.unit import Unit
-from .sharding.dtensor import RowShard
+from .sharding.dtensor import RowShard, build_dtensor
 from .sharding.mesh import DataParallelMesh, data_parallel_mesh
 from .sharding.parameter_group import ParameterGroup, ParamSource
 from .strategy import Strategy, resolve_strategy
@@ -98,8 +98,9 @@ def fully_shard[ModuleT: nn.Module](
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
     module.__class__ = cast("type[ModuleT]", sharded_class(type(module)))
     module._fsdp_unit = unit  # type: ignore[assignment]
-    install(module, unit, units_below)
+    install(module, unit, named_units)
     module.register_state_dict_pre_hook(_rest_before_state_dict)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_copyable_state)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_rest_before_load)  # type: ignore[no-untyped-call]
     return module
 
@@ -261,6 +262,13 @@ def _rest_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> 
     assert isinstance(module, FSDPModule)
     if module._fsdp_unit.is_bound:
         module.reshard()
+
+
+def _copyable_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Wrap detached parameters again, so that the state dict can be deep-copied and pickled."""
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
+            state_dict[key] = build_dtensor(value._local_tensor, value.device_mesh, value.placements, value.shape)
 
 
 def _rest_before_load(

@@ -155,7 +155,7 @@ class FSDPModule:
 
     def _context(self) -> Context:
         unit = self._fsdp_unit
-        return unit.context or ensure_context(unit, units_below(self))
+        return unit.context or ensure_context(unit, named_units(self))
 
     def _set(self, name: str, value: bool, recurse: bool) -> None:
         if not isinstance(value, bool):
@@ -182,16 +182,14 @@ class FSDPModule:
         raise RuntimeError("a module can't be deep-copied after fully_shard: copy it before, or load its state_dict")
 
 
+def named_units(module: Any) -> list[tuple[str, Unit]]:
+    """Units of a module and its submodules with their paths from it, in the order of ``modules()``."""
+    return [(path, child._fsdp_unit) for path, child in module.named_modules() if isinstance(child, FSDPModule)]
+
+
 def units_below(module: Any) -> list[Unit]:
-    """Units of a module and its submodules, in the order of ``modules()``. Without a root, their path names them."""
-    units = []
-    for path, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            unit = child._fsdp_unit
-            if unit.context is None:
-                unit.name = path or unit.name
-            units.append(unit)
-    return units
+    """Units of a module and its submodules, in the order of ``modules()``."""
+    return [unit for _, unit in named_units(module)]
 
 
 def _gradients(units: list[Unit]) -> list[GroupGradients]:

@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .context import Context, in_autograd_backward
 from .streams import streams_for
+from .trees import map_tensors, tensors_in
 from .unit import Phase, Unit
 
 
-def install(module: nn.Module, unit: Unit, units_below: Callable[[nn.Module], list[Unit]]) -> None:
-    """Hook a unit into its module's forward. ``units_below`` lists the units of a root, itself first."""
-    before = partial(_pre_forward, unit, units_below)
+def install(module: nn.Module, unit: Unit, named_units: Callable[[nn.Module], list[tuple[str, Unit]]]) -> None:
+    """Hook a unit into its module's forward. ``named_units`` lists a module's units with their paths, itself first."""
+    before = partial(_pre_forward, unit, named_units)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     # Also called when forward raises, so that a caller that goes on finds the unit at rest.
     module.register_forward_hook(partial(_post_forward, unit), always_call=True)
 
 
-def ensure_context(unit: Unit, units: list[Unit]) -> Context:
-    """Make ``unit`` the root of ``units`` if it doesn't belong to a root yet.
+def ensure_context(unit: Unit, named_units: list[tuple[str, Unit]]) -> Context:
+    """Make ``unit`` the root of the units below it, unless it belongs to a root already; names units by their paths.
 
     Raises:
         RuntimeError: a unit below already has a root, because it ran on its own first.
     """
     if unit.context is None:
-        taken = [other for other in units if other.context is not None]
+        taken = [path for path, other in named_units if other.context is not None]
         if taken:
             raise RuntimeError(
-                f"unit {taken[0].name!r} ran as a root before the module {unit.name!r} that contains it; "
+                f"unit {taken[0]!r} ran as a root before the module {unit.name!r} that contains it; "
                 "run the outermost module first, or call lazy_init() on it"
             )
-        for other in units:
+        for path, other in named_units:
+            other.name = path or other.name
             if other.reshard_after_forward is None:
                 # The root's backward follows its forward at once; freeing its weights in between saves nothing.
                 other.reshard_after_forward = other is not unit
-        return Context(unit, units, streams_for(unit.device))
+        return Context(unit, [other for _, other in named_units], streams_for(unit.device))
     return unit.context
 
 
 def _pre_forward(
-    unit: Unit, units_below: Callable[[nn.Module], list[Unit]], module: nn.Module, args: Any, kwargs: Any
+    unit: Unit,
+    named_units: Callable[[nn.Module], list[tuple[str, Unit]]],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Any] | None:
-    context = unit.context or ensure_context(unit, units_below(module))
+    context = unit.context or ensure_context(unit, named_units(module))
     if in_autograd_backward():
         if unit.phase is Phase.IDLE:
             unit.move_to(Phase.FORWARD)
@@ -83,7 +87,7 @@ def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
             context.note_recomputed(unit)
     dtype = unit.mp_policy.output_dtype
     if dtype is not None:
-        output = tree_map(lambda value: _cast(value, dtype), output)
+        output = map_tensors(output, partial(_cast, dtype=dtype))
     awaits_backward = False
     if torch.is_grad_enabled():
         awaits_backward = _watch_outputs(unit, output)
@@ -163,29 +167,40 @@ class _PostBackward(torch.autograd.Function):
 
 def _prepare_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Cast floating-point inputs and mark those whose gradient tells that the unit's backward is over."""
-    policy = unit.mp_policy
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    watch = torch.is_grad_enabled()
-    if dtype is None and not watch:
-        return None
-    leaves, spec = tree_flatten((args, kwargs))
+    dtype = unit.mp_policy.param_dtype if unit.mp_policy.cast_forward_inputs else None
+    inputs = (args, kwargs)
     if dtype is not None:
-        leaves = [_cast(leaf, dtype) for leaf in leaves]
-    if watch:
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not places and dtype is None:
-            return None
-        if places:
-            marked = _PostBackward.apply(unit, *[leaves[i] for i in places])  # type: ignore[no-untyped-call]
-            for place, leaf in zip(places, marked, strict=True):
-                leaves[place] = leaf
-    result: tuple[Any, Any] = tree_unflatten(leaves, spec)
-    return result
+        inputs = map_tensors(inputs, partial(_cast, dtype=dtype))
+    if torch.is_grad_enabled():
+        inputs = _mark_inputs(unit, inputs)
+    return None if inputs[0] is args and inputs[1] is kwargs else inputs
+
+
+def _mark_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Pass inputs that need a gradient through ``_PostBackward``.
+
+    Autograd runs nodes in the reverse order of their making, so any marked input comes after all of the unit. Inputs
+    inside containers are marked only for want of others, since that copies the container.
+    """
+    args, kwargs = inputs
+    direct = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    found = {id(tensor): tensor for tensor in direct if tensor.requires_grad}
+    if not found:
+        found = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
+    if not found:
+        return inputs
+    outputs = _PostBackward.apply(unit, *found.values())  # type: ignore[no-untyped-call]
+    marked = dict(zip(found, outputs, strict=True))
+    if found.keys().isdisjoint(map(id, direct)):
+        result: tuple[Any, Any] = map_tensors(inputs, lambda tensor: marked.get(id(tensor), tensor))
+        return result
+    new_kwargs = {key: marked.get(id(value), value) for key, value in kwargs.items()}
+    return tuple([marked.get(id(value), value) for value in args]), new_kwargs
 
 
 def _watch_outputs(unit: Unit, output: Any) -> bool:
     """Call the unit before the backward of this call of its module; False if no backward can come."""
-    tensors = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     before_backward = partial(_pre_backward, unit, unit.forward_version)
     if len(tensors) == 1:
         tensors[0].register_hook(before_backward)
@@ -194,21 +209,5 @@ def _watch_outputs(unit: Unit, output: Any) -> bool:
     return bool(tensors)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for spec in fields(value):
-            yield from _tensors_in(getattr(value, spec.name))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
-        return value.to(dtype)
-    return value
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import reduce_scatter_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -19,7 +20,10 @@ from .layout import RowSplit
 
 
 class RowShard(Shard):
-    """``Shard(0)`` with explicit cuts: index ``r`` of the mesh dimension holds ``split.range(r)``."""
+    """``Shard(0)`` with explicit cuts: index ``r`` of the mesh dimension holds ``split.range(r)``.
+
+    ``distribute_tensor`` doesn't ask the placement, and cuts evenly; distribute as ``Replicate()`` and redistribute.
+    """
 
     split: RowSplit
 
@@ -62,7 +66,41 @@ class RowShard(Shard):
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
     ) -> torch.Tensor:
         counts = [self.split.range(index).count for index in range(mesh.size(mesh_dim))]
+        held, expected = local_tensor.shape[0], counts[mesh.get_local_rank(mesh_dim)]
+        if held != expected:
+            raise ValueError(f"{self} puts {expected} rows on this rank, which holds {held}; megatron_fsdp_v2.full_tensor can")
         return gather_rows(local_tensor, counts, mesh.get_group(mesh_dim))
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        ranges = [self.split.range(index) for index in range(num_chunks)]
+        parts = [tensor.narrow(0, rows.start, rows.count) for rows in ranges]
+        padding: list[int] = []
+        if with_padding:
+            longest = max(rows.count for rows in ranges)
+            padding = [longest - rows.count for rows in ranges]
+            parts = [torch.cat([p, p.new_zeros(pad, *p.shape[1:])]) for p, pad in zip(parts, padding, strict=True)]
+        return [part.contiguous() if contiguous else part for part in parts], padding
+
+    def _reduce_shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+    ) -> torch.Tensor:
+        parts, padding = self._split_tensor(tensor, mesh.size(mesh_dim))
+        group = (mesh, mesh_dim)
+        output = reduce_scatter_tensor(torch.cat(parts), reduce_op, scatter_dim=0, group=group)
+        return output[: output.shape[0] - padding[mesh.get_local_rank(mesh_dim)]]
+
+    def _to_new_shard_dim(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[int],
+        new_shard_dim: int,
+    ) -> torch.Tensor:
+        whole = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
+        return Shard(new_shard_dim)._replicate_to_shard(whole, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
 
 
 def gather_rows(local: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -86,7 +124,10 @@ def build_dtensor(
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(size, stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    # The wrapper takes over the storage offset, and torch can neither copy nor pickle a wrapper that has one.
+    wrapper = DTensor(local.new_empty(0), spec, requires_grad=False)
+    wrapper._local_tensor = local
+    return wrapper
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,3 +173,7 @@ def _comm_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# As torch does for its own placements: files that hold them can be loaded with weights_only=True.
+torch.serialization.add_safe_globals([RowShard, RowSplit])

@@ -193,10 +193,12 @@ class ParameterGroup:
         with torch.no_grad():
             rows.copy_(source.local[split.start : split.start + split.count])
         mesh, placements = self._at_rest_spec(index, source.inner_spec)
+        # nn.Parameter detaches, and the result would take over the storage offset: see build_dtensor.
         param = nn.Parameter(
-            build_dtensor(rows, mesh, placements, tuple(source.original.shape)),
+            build_dtensor(rows.new_empty(0), mesh, placements, tuple(source.original.shape)),
             requires_grad=source.original.requires_grad,
         )
+        param._local_tensor = rows  # type: ignore[attr-defined]
         vars(param).update(source.attributes)
         return param
 

@@ -9,7 +9,8 @@ import copy
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -120,6 +121,19 @@ def shard_net(strategy: str = ZERO_3, **options: Any) -> Callable[[nn.Module], N
         fully_shard(net, strategy=strategy, **options)
 
     return shard
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[None]:
+    """Something has to raise `kind` with all `words` in its message."""
+    try:
+        yield
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        if missing:
+            raise AssertionError(f"{missing} not in the message {str(error)!r}") from error
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def squared(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
