@@ -77,21 +77,23 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record
 
 
 def _run_case(case: Case, world_size: int) -> Record:
+    record = Record()
+    argv = ["parity", *case.argv(world_size)]
+    with mock.patch.object(sys, "argv", argv), _recording(record, case), _fresh_megatron():
+        train_from_command_line()
+    return record
+
+
+def train_from_command_line() -> None:
+    """What stands at the end of a stock training script."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    record = Record()
-    with (
-        mock.patch.object(sys, "argv", ["parity", *case.argv(world_size)]),
-        _recording(record, case),
-        _fresh_megatron(),
-    ):
-        args = parse_and_validate_args()
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        pretrain(config, _datasets, ModelType.encoder_or_decoder, _forward_step)
-    return record
+    args = parse_and_validate_args()
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, _datasets, ModelType.encoder_or_decoder, _forward_step)
 
 
 @contextlib.contextmanager
