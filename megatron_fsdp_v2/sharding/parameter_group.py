@@ -198,7 +198,8 @@ class ParameterGroup:
             build_dtensor(rows.new_empty(0), mesh, placements, tuple(source.original.shape)),
             requires_grad=source.original.requires_grad,
         )
-        param._local_tensor = rows  # type: ignore[attr-defined]
+        # A version counter of its own: that of the rows counts every gather into the buffer they are part of.
+        param._local_tensor = rows.data  # type: ignore[attr-defined]
         vars(param).update(source.attributes)
         return param
 
