@@ -8,6 +8,7 @@ import logging
 import operator
 import os
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,7 +145,11 @@ def test_it_is_announced_by_rank_zero_alone_and_once(
     assert len(lines) == 2
     assert lines[0].startswith(f"megatron_fsdp_v2: CPU emulation is on: {len(stand_ins())} stand-ins for CUDA")
     assert lines[1].endswith(" ".join(flag for flag, _, _ in DEFAULTS))
-    monkeypatch.setenv("RANK", "1")
+    with monkeypatch.context() as second_rank:
+        second_rank.setenv("RANK", "1")
+        with emulation.cpu_emulation(force=True):
+            assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "spawn_main()", "--multiprocessing-fork"])
     with emulation.cpu_emulation(force=True):
         assert capsys.readouterr().err == ""
 
@@ -158,6 +163,15 @@ def test_a_gpu_is_not_hidden_without_force(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(ENV_CPU_EMULATION, "force")
     with emulation.cpu_emulation():
         assert emulation.enabled()
+
+
+def test_it_comes_before_megatron_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = types.ModuleType(emulation.RANDOM_STATES)
+    loaded._lazy_init = torch.cuda._lazy_init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, emulation.RANDOM_STATES, loaded)
+    with pytest.raises(RuntimeError, match="before megatron.core is imported"):
+        emulation.enable(force=True)
+    assert not emulation.enabled()
 
 
 def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
