@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from megatron_fsdp_v2_mcore.demo import corpus
 
 from tests.functional.test_train_launch import assert_gone
 from tests.harness.command import run_command
@@ -33,13 +34,27 @@ class Run:
 
 
 def train(output: Path, kind: str, *options: str) -> Run:
-    finished = run_command([*COMMAND, "--output", str(output), *options, *SMALL], timeout=150)
+    finished = run_command([*COMMAND, "--output", str(output), *options, *SMALL], timeout=240)
     assert finished.returncode == 0, finished.output
     (folder,) = output.glob(f"*-{kind}")
     (log,) = folder.glob("ranks/*/attempt_0/1/stdout.log")
     steps = [line for line in log.read_text().splitlines() if " iteration " in line and "lm loss:" in line]
     losses = [float(line.split("lm loss:")[1].split()[0]) for line in steps]
     return Run(finished.output, json.loads((folder / "result.json").read_text()), losses)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpus in it, so that only the first training has to build it."""
+    folder = tmp_path_factory.mktemp("text")
+    corpus.build(folder)
+    return folder
+
+
+@pytest.fixture
+def output(tmp_path: Path, text: Path) -> Path:
+    (tmp_path / "data").symlink_to(text)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +102,9 @@ def test_the_table_shows_both_runs_beside_plain_data_parallel(runs: tuple[Run, R
     assert f"{v2.result['validation_loss']:.6f}" in v2.output
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process(output: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--baseline", "--output", str(tmp_path), *SMALL, "--train-iters", "100000"],
+        [*COMMAND, "--baseline", "--output", str(output), *SMALL, "--train-iters", "100000"],
         env=rank_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -97,13 +112,13 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        descendants = wait_for_training(process, tmp_path)
+        descendants = wait_for_training(process, output)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        printed, _ = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 130, output
-    assert "Stopped" in output
+    assert process.returncode == 130, printed
+    assert "Stopped" in printed
     assert len(descendants) >= 3
     assert_gone(descendants)
 
@@ -119,8 +134,8 @@ def wait_for_training(process: subprocess.Popen[str], output: Path) -> list[int]
     raise AssertionError("training did not start")
 
 
-def test_a_wrong_stock_flag_ends_with_its_message(tmp_path: Path) -> None:
-    finished = run_command([*COMMAND, "--ranks", "1", "--output", str(tmp_path), "--train-iters", "many"], timeout=150)
+def test_a_wrong_stock_flag_ends_with_its_message(output: Path) -> None:
+    finished = run_command([*COMMAND, "--ranks", "1", "--output", str(output), "--train-iters", "many"], timeout=240)
     assert finished.returncode == 1
     assert "argument --train-iters: invalid int value: 'many'" in finished.output
     assert "Traceback" not in finished.output
