@@ -169,7 +169,7 @@ def test_it_comes_before_megatron_or_not_at_all(monkeypatch: pytest.MonkeyPatch)
     loaded = types.ModuleType(emulation.RANDOM_STATES)
     loaded._lazy_init = torch.cuda._lazy_init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, emulation.RANDOM_STATES, loaded)
-    with pytest.raises(RuntimeError, match="before megatron.core is imported"):
+    with pytest.raises(RuntimeError, match=r"before megatron\.core is imported"):
         emulation.enable(force=True)
     assert not emulation.enabled()
 
