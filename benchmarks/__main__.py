@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +14,7 @@ import typer
 from rich.console import Console
 
 from . import host, step, tables
-from .ranks import RankFailed
+from .ranks import RankFailed, Tell
 
 
 class Part(Enum):
@@ -28,6 +30,10 @@ _HELP = {
 }
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     part: Annotated[Part, typer.Argument(help=_HELP["part"])] = Part.all,
     json_file: Annotated[
@@ -57,8 +63,8 @@ def main(
 
 
 def _step(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
-    with progress.status("step: starting two ranks") as status:
-        result = step.run(rounds, lambda text: status.update(f"step: {text}"))
+    with _shown(progress, "step: starting two ranks") as tell:
+        result = step.run(rounds, lambda text: tell(f"step: {text}"))
     for table in (tables.exact_table(result), tables.copy_table(result), tables.time_table(result)):
         out.print(table)
     for text, met in tables.requirements(result):
@@ -67,11 +73,21 @@ def _step(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
 
 
 def _host(rounds: int, progress: Console, out: Console) -> list[dict[str, Any]]:
-    with progress.status("host: starting") as status:
-        figures = host.run(rounds, lambda text: status.update(f"host: {text}"))
+    with _shown(progress, "host: starting") as tell:
+        figures = host.run(rounds, lambda text: tell(f"host: {text}"))
     out.print(tables.host_table(figures))
     return [dataclasses.asdict(row) for row in figures]
 
 
+@contextmanager
+def _shown(progress: Console, first: str) -> Iterator[Tell]:
+    """Show what is being done: on one live line of a terminal, as lines of their own elsewhere."""
+    if not progress.is_terminal:
+        yield lambda text: progress.print(text, markup=False, highlight=False)
+        return
+    with progress.status(first) as status:
+        yield status.update
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app(prog_name="python -m benchmarks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -93,7 +94,7 @@ def _init_group(rank: int, world_size: int, backend: str, store: Path) -> None:
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
 

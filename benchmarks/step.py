@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from megatron_fsdp_v2.sharding.collectives import reduce_scatter
+
 from .counting import StepCounter
 from .models import VOCABULARY, LanguageModel
 from .ranks import Tell, run_on_ranks
@@ -145,7 +147,9 @@ def backend_share() -> float:
     """
     source = torch.zeros(1024 * dist.get_world_size())
     with StepCounter() as counter:
-        dist.reduce_scatter_tensor(torch.empty(1024), source, async_op=True).wait()
+        work = reduce_scatter([torch.empty(1024)], [source], dist.ReduceOp.SUM, dist.group.WORLD)
+        assert work is not None
+        work.wait()
     return counter.written.total() / counter.payload.total()
 
 
