@@ -12,8 +12,6 @@ from tests.harness.command import Finished, run_command
 
 SCRIPT = Path(__file__).with_name("script.py")
 REFUSED = Case("refused", ("--use-megatron-fsdp-v2", "--save", "x", "--use-nccl-ub", "--optimizer", "muon"))
-    "refused", tuple(["--use-megatron-fsdp-v2", "--save", "somewhere", "--use-nccl-ub", "--optimizer", "muon"])
-)
 
 
 def _run_one_rank_of_two(rank: int) -> Finished:
