@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..memory.allocator import BucketAllocator, DynamicAllocator
 from ..sharding.gradients import GroupGradients
@@ -46,7 +46,7 @@ class Context:
 
     def begin_forward(self) -> None:
         """A forward of the root starts: leftovers of a pass that raised are cleared first."""
-        if self._end_of_backward is not None or any([unit.phase is not Phase.IDLE for unit in self.units]):
+        if any([unit.phase is not Phase.IDLE for unit in self.units]):
             for unit in self.units:
                 unit.phase = Phase.IDLE
             self._abandon_backward()
@@ -100,8 +100,7 @@ class Context:
         """
         if self.backward_open:
             return
-        if self._end_of_backward is not None:
-            self._abandon_backward()
+        self.clear_failed_backward()
         end = partial(self.end_backward)
         self._end_of_backward = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)
@@ -124,6 +123,11 @@ class Context:
         self.backward_order.commit()
         self._recomputed = []
         self._end_of_backward = None
+
+    def clear_failed_backward(self) -> None:
+        """Bring units to rest if a backward raised since."""
+        if self._end_of_backward is not None and not self.backward_open:
+            self._abandon_backward()
 
     def _abandon_backward(self) -> None:
         """Bring units to rest after a backward that raised; what it gave and wasn't reduced yet is dropped."""
@@ -194,30 +198,47 @@ class Context:
     # Optimizers
 
     def _watch_optimizers(self) -> None:
-        """Notice optimizer steps, which may write weights through raw pointers that no version counter sees."""
+        """Notice steps of all optimizers, for as long as the context lives."""
         groups = self.all_groups()
-        sharded = {id(param): group for group in groups for param in group.sharded_params}
-        gathered = {
+        self._group_of = {id(param): group for group in groups for param in group.sharded_params}
+        self._gathered_names = {
             id(param): name for group in groups for name, param in zip(group.names, group.unsharded_params, strict=True)
         }
         context = weakref.ref(self)
 
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if context() is None:
-                handle.remove()
-                return
-            ids = [id(param) for options in optimizer.param_groups for param in options["params"]]
-            for group in {sharded.get(key) for key in ids}:
-                if group is not None:
-                    group.mark_updated()
-            if wrong := [gathered[key] for key in ids if key in gathered]:
-                raise RuntimeError(
-                    f"the optimizer was given the gathered weights {', '.join(wrong)}, which it can't train; build it "
-                    "while the module is at rest: before a forward, or after a backward"
-                )
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if live := context():
+                live.check_optimizer(optimizer)
 
-        handle = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, handle.remove)
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if live := context():
+                live.note_step(optimizer)
+
+        for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
+            weakref.finalize(self, handle.remove)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            RuntimeError: it was given gathered weights.
+        """
+        names = [self._gathered_names[key] for key in _param_ids(optimizer) if key in self._gathered_names]
+        if names:
+            raise RuntimeError(
+                f"the optimizer was given the gathered weights {', '.join(names)}, which it can't train; build it "
+                "while the module is at rest: before a forward, or after a backward"
+            )
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped, which may write weights through raw pointers that no version counter sees."""
+        for group in {self._group_of.get(key) for key in _param_ids(optimizer)}:
+            if group is not None:
+                group.mark_updated()
+
+
+def _param_ids(optimizer: Optimizer) -> list[int]:
+    return [id(param) for options in optimizer.param_groups for param in options["params"]]
 
 
 def in_autograd_backward() -> bool:

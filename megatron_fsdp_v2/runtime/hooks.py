@@ -59,6 +59,7 @@ def _pre_forward(
             context.begin_recomputation()
         _make_ready(unit, context)
     else:
+        context.clear_failed_backward()
         if unit is context.root:
             context.begin_forward()
         unit.move_to(Phase.FORWARD)
