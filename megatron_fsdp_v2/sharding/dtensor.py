@@ -68,7 +68,9 @@ class RowShard(Shard):
         counts = [self.split.range(index).count for index in range(mesh.size(mesh_dim))]
         held, expected = local_tensor.shape[0], counts[mesh.get_local_rank(mesh_dim)]
         if held != expected:
-            raise ValueError(f"{self} puts {expected} rows on this rank, which holds {held}; megatron_fsdp_v2.full_tensor can")
+            raise ValueError(
+                f"{self} puts {expected} rows on this rank, which holds {held}; use megatron_fsdp_v2.full_tensor"
+            )
         return gather_rows(local_tensor, counts, mesh.get_group(mesh_dim))
 
     def _split_tensor(
@@ -88,7 +90,7 @@ class RowShard(Shard):
     ) -> torch.Tensor:
         parts, padding = self._split_tensor(tensor, mesh.size(mesh_dim))
         group = (mesh, mesh_dim)
-        output = reduce_scatter_tensor(torch.cat(parts), reduce_op, scatter_dim=0, group=group)
+        output: torch.Tensor = reduce_scatter_tensor(torch.cat(parts), reduce_op, scatter_dim=0, group=group)
         return output[: output.shape[0] - padding[mesh.get_local_rank(mesh_dim)]]
 
     def _to_new_shard_dim(
@@ -96,7 +98,7 @@ class RowShard(Shard):
         local_tensor: torch.Tensor,
         mesh: DeviceMesh,
         mesh_dim: int,
-        current_logical_shape: Sequence[int],
+        current_logical_shape: Sequence[Any],
         new_shard_dim: int,
     ) -> torch.Tensor:
         whole = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)

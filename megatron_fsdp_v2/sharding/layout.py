@@ -18,7 +18,7 @@ from itertools import pairwise
 ALIGNMENT = 8
 # Share of a group that may be spent on letting row sizes that don't divide each other share a segment.
 MERGE_BUDGET = 0.005
-# Elements of padding that a further segment has to save: sending fewer takes no longer than one more tensor in the call.
+# Elements of padding that a further segment has to save: to send fewer takes no longer than one more tensor in a call.
 SEGMENT_WORTH = 1 << 16
 
 
