@@ -17,6 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -168,17 +175,11 @@ after_arithmetic, after_arithmetic_on_two_axes = for_every_layout(_after_arithme
 
 def _round_trip(ranks: Ranks, layout: str) -> None:
     """Plain distributed checkpoints of weights and AdamW state, read back into another model and in one piece."""
-    bag, plain = sharded_bag(layout), Bag()
-    optimizer = torch.optim.AdamW(bag.parameters(), lr=0.1)
-    bag(torch.ones(())).backward()
-    optimizer.step()
+    bag, optimizer = _trained_bag(layout)
     expected = {name: full_tensor(value).clone() for name, value in _state(bag, optimizer).items()}
     with shared_folder(ranks) as folder:
         dcp.save(_state(bag, optimizer), checkpoint_id=folder)
-        other = sharded_bag(layout, start=1000)
-        fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
-        other(torch.ones(())).backward()
-        fresh.step()
+        other, fresh = _trained_bag(layout, start=1000)
         loaded = _state(other, fresh)
         dcp.load(loaded, checkpoint_id=folder)
         whole = {name: torch.empty_like(value) for name, value in expected.items()}
@@ -186,9 +187,16 @@ def _round_trip(ranks: Ranks, layout: str) -> None:
     for name, value in expected.items():
         equal(full_tensor(loaded[name]), value, f"{name} read into shards")
         equal(whole[name], value, f"{name} read whole")
-    other(torch.ones(()))
-    equal(full_tensor(other.weights[0]), expected["weights.0"], "the loaded model's weight")
-    assert len(list(plain.parameters())) == len(list(other.parameters()))
+    assert other(torch.ones(())).item() == bag(torch.ones(())).item()
+
+
+def _trained_bag(layout: str, start: int = 0) -> tuple[Bag, torch.optim.Optimizer]:
+    """A bag and its optimizer after one step."""
+    bag = sharded_bag(layout, start=start)
+    optimizer = torch.optim.AdamW(bag.parameters(), lr=0.1)
+    bag(torch.ones(())).backward()
+    optimizer.step()
+    return bag, optimizer
 
 
 def _state(bag: Bag, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -282,6 +290,31 @@ def whole_and_partial_tensors_are_cut_as_the_placement_says(ranks: Ranks, strate
         if param.ndim > 1:
             columns = param.detach().redistribute(placements=[Shard(1)])
             equal(columns.full_tensor(), whole, "cut along columns")
+
+
+def _state_dict_helpers(ranks: Ranks, layout: str) -> None:
+    """torch's own state dicts of model and optimizer: the whole ones are right, the sharded ones load."""
+    bag, optimizer = _trained_bag(layout)
+    whole = StateDictOptions(full_state_dict=True)
+    model_state = get_model_state_dict(bag, options=whole)
+    optimizer_state = get_optimizer_state_dict(bag, optimizer, options=whole)
+    for name, param in bag.named_parameters():
+        equal(model_state[name], full_tensor(param), name)
+        moment = optimizer.state[param]["exp_avg"]
+        equal(optimizer_state["state"][name]["exp_avg"], full_tensor(moment), f"moment of {name}")
+    other, fresh = _trained_bag(layout, start=1000)
+    set_model_state_dict(other, get_model_state_dict(bag))
+    set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(bag, optimizer))
+    for (name, mine), theirs in zip(bag.named_parameters(), other.parameters(), strict=True):
+        assert isinstance(mine, DTensor)
+        assert isinstance(theirs, DTensor)
+        equal(theirs.detach().to_local(), mine.detach().to_local(), name)
+        for key in ("exp_avg", "exp_avg_sq"):
+            equal(fresh.state[theirs][key].to_local(), optimizer.state[mine][key].to_local(), f"{key} of {name}")
+            assert fresh.state[theirs][key].placements == theirs.placements
+
+
+state_dict_helpers, state_dict_helpers_on_two_axes = for_every_layout(_state_dict_helpers)
 
 
 @case(worlds=(4,))
