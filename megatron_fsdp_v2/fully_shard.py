@@ -184,6 +184,8 @@ def _check_sources(
                 f"parameter {name} has gradient hooks, which would never be called: autograd sees another parameter "
                 "after fully_shard; remove them"
             )
+        if param.is_complex() and param.requires_grad:
+            raise ValueError(f"parameter {name} is complex; train its torch.view_as_real, or freeze it")
         if param.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar and has no rows to shard; give it the shape (1,)")
         if isinstance(param, DTensor):

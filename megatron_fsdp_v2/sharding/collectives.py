@@ -17,6 +17,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 type Tensors = Sequence[torch.Tensor]
 type ReduceOp = dist.ReduceOp.RedOpType
 
+_SENDABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
 
 class Work(Protocol):
     """What an asynchronous collective returns."""
@@ -27,8 +29,9 @@ class Work(Protocol):
 def all_gather(outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup) -> Work | None:
     """Gather each 1-D input into its output (``world`` times as long). An input may be its part of the output."""
     pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.numel()]
-    if len({o.dtype for o, _ in pairs}) > 1:
-        # One coalesced call moves bytes only when all its tensors have one dtype.
+    dtypes = {o.dtype for o, _ in pairs}
+    if len(dtypes) > 1 or not dtypes <= _SENDABLE:
+        # One coalesced call wants one dtype, and one that the backend knows; bytes always travel.
         pairs = [(o.view(torch.uint8), i.view(torch.uint8)) for o, i in pairs]
     return _coalesced([partial(_all_gather, o, i, group=group, async_op=True) for o, i in pairs], group)
 

@@ -233,7 +233,7 @@ class Duel:
         full = full_tensor(ours)
         assert full.shape == theirs.shape, f"{what} has shape {tuple(full.shape)}, expected {tuple(theirs.shape)}"
         worst = (full.double() - theirs.double()).abs().max().item() if full.numel() else 0.0
-        scale = max(1.0, theirs.abs().max().item()) if full.numel() else 1.0
+        scale = max(1.0, theirs.double().abs().max().item()) if full.numel() else 1.0
         assert worst <= self.tolerance * scale, f"{what} is off by {worst}"
 
 
