@@ -51,7 +51,7 @@ def test_copies_and_pickles_keep_the_cut() -> None:
 
 def test_rows_and_offsets_are_those_of_the_cut() -> None:
     answers = [RowShard(SPLIT)._local_shard_size_and_offset(7, 3, rank) for rank in range(3)]
-    assert answers == [tuple(reversed(SPLIT.range(rank))) for rank in range(3)]
+    assert answers == [(SPLIT.range(rank).count, SPLIT.range(rank).start) for rank in range(3)]
     assert sum(count for count, _ in answers) == 7
 
 
