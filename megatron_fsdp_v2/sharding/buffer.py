@@ -99,7 +99,7 @@ def redistribute(
         case Placement.PARTIAL, Placement.SHARDED:
             return reduce_scatter(target.pieces, source.pieces, op, mesh_axis.group)
         case Placement.PARTIAL, Placement.REPLICATED:
-            if target.pieces[0].data_ptr() != source.pieces[0].data_ptr():
+            if any([t.data_ptr() != s.data_ptr() for t, s in zip(target.pieces, source.pieces, strict=True)]):
                 torch._foreach_copy_(list(target.pieces), list(source.pieces))
             return all_reduce(target.pieces, op, mesh_axis.group)
     raise AssertionError(f"no transition from {old} to {new}")

@@ -162,9 +162,10 @@ def plan_layout(shapes: Sequence[Sequence[int]], world: int) -> GroupLayout:
 def _agreeing_segments(sizes: Sequence[tuple[int, int]], world: int) -> list[tuple[int, list[int]]]:
     """Sort parameters into segments: a list of (row unit in elements, parameter indices in storage order)."""
     by_row: dict[int, list[int]] = {}
-    for param, (_, row_numel) in enumerate(sizes):
-        by_row.setdefault(row_numel, []).append(param)
-    empty = by_row.pop(0, [])
+    for param, (rows, row_numel) in enumerate(sizes):
+        if rows * row_numel:
+            by_row.setdefault(row_numel, []).append(param)
+    empty = [param for param, (rows, row_numel) in enumerate(sizes) if not rows * row_numel]
     segments: list[_Segment] = []
     budget = int(MERGE_BUDGET * sum(rows * row_numel for rows, row_numel in sizes))
     for row_numel in sorted(by_row, reverse=True):
