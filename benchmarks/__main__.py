@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import host, step, tables
-from .ranks import RankFailed, Tell
+from . import tables
 
 
 class Part(Enum):
@@ -48,6 +47,9 @@ def main(
     """
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.resolve().parent}", param_hint="--json")
+    # Imported here, and not before, because torch comes with it.
+    from .ranks import RankFailed
+
     progress, out = Console(stderr=True), Console(width=200)
     results: dict[str, Any] = {}
     try:
@@ -63,6 +65,8 @@ def main(
 
 
 def _step(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
+    from . import step
+
     with _shown(progress, "step: starting two ranks") as tell:
         result = step.run(rounds, lambda text: tell(f"step: {text}"))
     for table in (tables.exact_table(result), tables.copy_table(result), tables.time_table(result)):
@@ -73,6 +77,8 @@ def _step(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
 
 
 def _host(rounds: int, progress: Console, out: Console) -> list[dict[str, Any]]:
+    from . import host
+
     with _shown(progress, "host: starting") as tell:
         figures = host.run(rounds, lambda text: tell(f"host: {text}"))
     out.print(tables.host_table(figures))
@@ -80,7 +86,7 @@ def _host(rounds: int, progress: Console, out: Console) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _shown(progress: Console, first: str) -> Iterator[Tell]:
+def _shown(progress: Console, first: str) -> Iterator[Callable[[str], None]]:
     """Show what is being done: on one live line of a terminal, as lines of their own elsewhere."""
     if not progress.is_terminal:
         yield lambda text: progress.print(text, markup=False, highlight=False)

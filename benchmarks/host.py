@@ -6,28 +6,18 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
 
 from .models import TinyStack
 from .ranks import Tell, run_on_ranks
+from .results import PLAIN, HostFigures
 from .variants import HOST_VARIANTS, Variant
 
 WORLD_SIZE = 8
 UNITS = 48
 WARMUP = 4
-PLAIN = "plain modules"
-
-
-@dataclass
-class HostFigures:
-    """Microseconds per unit of every timed forward and backward of one variant."""
-
-    name: str
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
 
 
 def run(rounds: int, tell: Tell) -> list[HostFigures]:

@@ -8,7 +8,7 @@ import queue
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,7 +54,7 @@ def run_on_ranks(
                 process.join()
 
 
-def _collect(ranks: list[BaseProcess], messages: Any, tell: Tell) -> list[Any]:
+def _collect(ranks: Sequence[BaseProcess], messages: Any, tell: Tell) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
         try:

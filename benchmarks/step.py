@@ -5,63 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from megatron_fsdp_v2.sharding.collectives import reduce_scatter
 
 from .counting import StepCounter
 from .models import VOCABULARY, LanguageModel
 from .ranks import Tell, run_on_ranks
+from .results import StepFigures, StepResult
 from .variants import VARIANTS, Variant
 
 RANKS = 2
 BATCH, SEQUENCE = 4, 64
 WARMUP = 3
-
-
-@dataclass
-class StepFigures:
-    """What was measured of one variant. Bytes are those of one rank.
-
-    ``copied_by_operator`` holds bytes written per step beyond what the plain model's forward and backward write;
-    ``copied_by_backend`` says how many of them are the communication backend's doing.
-    ``seconds`` and ``cpu_seconds`` (of the whole process) have one value per timed step, that of the slower rank.
-    ``loss`` is that of the last step, of rank 0.
-    """
-
-    name: str
-    peer: str | None
-    calls: dict[str, int]
-    payload: dict[str, int]
-    copied_by_operator: dict[str, int]
-    copied_by_backend: int
-    peak_bytes: int
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    loss: float = 0.0
-
-    @property
-    def copied(self) -> int:
-        """Bytes written per step beyond the plain model's, the backend's included."""
-        return sum(self.copied_by_operator.values())
-
-
-@dataclass
-class StepResult:
-    """Figures of all variants, and the bytes of the model's parameters."""
-
-    parameter_bytes: int
-    variants: list[StepFigures]
-
-    def of(self, name: str) -> StepFigures:
-        """The figures of the variant called ``name``."""
-        return next(figures for figures in self.variants if figures.name == name)
 
 
 class Training:
@@ -166,6 +126,9 @@ def count(training: Training) -> StepCounter:
 
 def tracked_peak(variant: Variant) -> int:
     """Peak bytes of all tensors during the steps after the first ones, the model's and the optimizer's included."""
+    # Takes seconds to import.
+    from torch.distributed._tools.mem_tracker import MemTracker
+
     tracker = MemTracker()
     # Entered before the model exists, so that no buffer escapes it.
     with tracker:

@@ -8,8 +8,7 @@ from statistics import median
 from rich import box
 from rich.table import Table
 
-from .host import PLAIN, HostFigures
-from .step import StepFigures, StepResult
+from .results import PLAIN, HostFigures, StepFigures, StepResult
 
 MIB = 2**20
 # What is required of ZeRO-3 against FSDP2.

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 import benchmarks.__main__ as command
 from benchmarks import step, tables
 from benchmarks.counting import StepCounter
-from benchmarks.host import HostFigures
 from benchmarks.ranks import RankFailed, run_on_ranks
-from benchmarks.step import StepFigures, StepResult
+from benchmarks.results import HostFigures, StepFigures, StepResult
 from benchmarks.variants import VARIANTS
 
 
