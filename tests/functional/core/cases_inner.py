@@ -1,0 +1,99 @@
+"""Cases: parameters that another parallelism has divided already (field case R15)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megatron_fsdp_v2 import clip_grad_norm_, full_tensor, fully_shard
+from tests.functional.core.cases_support import STRATEGIES, Ranks, adamw, case, refused
+
+ROWS, COLUMNS = 4, 6
+
+
+class RowParallel(nn.Module):
+    """A linear layer whose weight is cut along the columns over a mesh; its input is whole on every rank."""
+
+    def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(1)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = DTensor.from_local(x, self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        return (part @ self.weight.t()).full_tensor()
+
+
+@case(worlds=(4,), strategies=STRATEGIES)
+def weight_cut_by_columns(ranks: Ranks, strategy: str) -> None:
+    """(4, 6) over tensor-parallel 2, so (4, 3) locally, sharded further over data-parallel 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = torch.randn(ROWS, COLUMNS)
+    model: Any = RowParallel(weight, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], strategy=strategy)
+    group = model._fsdp_unit.groups[0]
+    assert group.layout.param_numel == ROWS * COLUMNS // 2, "the buffer holds the local part, not the global one"
+    assert model.weight.to_local().shape == (ROWS if strategy == "no_shard" else ROWS // 2, COLUMNS // 2)
+    reference = nn.Linear(COLUMNS, ROWS, bias=False)
+    reference.weight = nn.Parameter(weight.clone())
+    optimizers = [adamw(model.parameters()), adamw(reference.parameters())]
+    for _ in range(3):
+        for _ in range(3):
+            data = torch.randn(2, 5, COLUMNS)
+            model(data[mesh.get_local_rank("dp")]).square().mean().backward()
+            reference(data).square().mean().backward()
+        ours = clip_grad_norm_(model.parameters(), 1.0)
+        theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        torch.testing.assert_close(ours, theirs)
+        assert model.weight.grad.to_local().shape[1] == COLUMNS // 2
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(full_tensor(model.weight), reference.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Experts(nn.Module):
+    """Two experts in one weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("nd,edf->enf", x, self.weight)
+
+
+@case(worlds=(4,), strategies=STRATEGIES)
+def experts_held_as_plain_local_weights(ranks: Ranks, strategy: str) -> None:
+    """(4, 3, 2) over expert-parallel 2: each rank's plain (2, 3, 2) is sharded over its own expert-data ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_dp", "ep"))
+    weight = torch.randn(4, 3, 2)
+    mine = weight.chunk(2)[mesh.get_local_rank("ep")]
+    model = fully_shard(Experts(mine), mesh=mesh["expert_dp"], strategy=strategy)
+    assert model._fsdp_unit.groups[0].layout.full_numel == mine.numel(), "the buffer is ep times too large"  # type: ignore[attr-defined]
+    reference = Experts(mine)
+    optimizers = [adamw(model.parameters()), adamw(reference.parameters())]
+    for _ in range(3):
+        for _ in range(3):
+            data = torch.randn(2, 5, 3)
+            model(data[mesh.get_local_rank("expert_dp")]).square().mean().backward()
+            torch.stack([reference(part).square().mean() for part in data]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(full_tensor(model.weight), reference.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+@case(worlds=(4,))
+def weights_cut_by_rows_are_refused_by_name(ranks: Ranks) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+    with refused(ValueError, "Linear.weight", "Shard"):
+        fully_shard(model, mesh=mesh["dp"])
+    with refused(ValueError, "Linear.weight"):
+        fully_shard(model, mesh=mesh["tp"])
