@@ -109,7 +109,8 @@ class Unit:
         """Refuse to go on with parameters that buffers don't stand behind any more.
 
         Raises:
-            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding.
+            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding, or a gathered copy
+                of it was written.
         """
         for group in self.groups:
             params = zip(group.names, group.owners, group.sharded_params, group.local_params, strict=True)
@@ -125,11 +126,16 @@ class Unit:
                         f"parameter {name!r} of unit {self.name!r} was replaced or converted after fully_shard, so "
                         "its values would never be used; write into it in place, or convert it before"
                     )
+            if group.lost_writes():
+                raise RuntimeError(
+                    f"gathered weights of unit {self.name!r} were written, which doesn't reach its parameters; write "
+                    "those it shows at rest: after backward, under no_grad, or after reshard()"
+                )
 
     @property
     def weights_version(self) -> int:
-        """Grows with every known write to the unit's main weights."""
-        return sum([group.main_version for group in self.groups])
+        """Grows with every known write to the unit's main weights, or to their gathered copy."""
+        return sum([group.main_version + group.gathered_version for group in self.groups])
 
     @torch.no_grad()
     def start_unshard(self, streams: Streams) -> None:

@@ -85,6 +85,7 @@ class ParameterGroup:
         if self.trainable:
             self.gradients = GroupGradients(self.layout, mesh, strategy, precision, self.sharded_params, self.names)
         self._writes = 0
+        self._gathered_writes = 0
         self._compute_version: int | None = None
         self._full_version: int | None = None
 
@@ -97,6 +98,7 @@ class ParameterGroup:
         for index in range(len(self.names)):
             self.unsharded_params.append(self._unsharded_param(index))
         self._free_full()
+        self._gathered_writes = self.gathered_version
         if self.gradients:
             self.gradients.prepare(allocator, self.unsharded_params)
 
@@ -110,6 +112,19 @@ class ParameterGroup:
         """A number that grows whenever main weights are known to have been written."""
         params = zip(self.sharded_params, self.local_params, strict=True)
         return self._writes + sum([param._version + local._version for param, local in params])
+
+    @property
+    def gathered_version(self) -> int:
+        """A number that grows whenever somebody else than a gather is known to have written the gathered weights."""
+        return sum([param._version for param in self.unsharded_params])
+
+    def lost_writes(self) -> bool:
+        """Whether gathered weights were written since the last call. Main weights don't hear of it."""
+        before, self._gathered_writes = self._gathered_writes, self.gathered_version
+        if before == self._gathered_writes:
+            return False
+        self.mark_updated()
+        return True
 
     def mark_updated(self) -> None:
         """Declare that main weights were written in a way no version counter shows."""

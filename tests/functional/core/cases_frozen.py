@@ -182,7 +182,12 @@ def units_of_one_unusual_dtype(ranks: Ranks, strategy: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.value.abs() if self.value.is_complex() else x * self.value
 
-    values = [torch.rand(WIDTH) > 0.3, torch.arange(1, WIDTH + 1, dtype=torch.int16), torch.arange(WIDTH), torch.rand(WIDTH, dtype=torch.complex64)]
+    values = [
+        torch.rand(WIDTH) > 0.3,
+        torch.arange(1, WIDTH + 1, dtype=torch.int16),
+        torch.arange(WIDTH),
+        torch.rand(WIDTH, dtype=torch.complex64),
+    ]
     layers = [Block(), *[Constant(value) for value in values]]
     Duel(ranks, Chain(*layers), shard_net(strategy)).train()
 

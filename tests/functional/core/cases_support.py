@@ -248,7 +248,12 @@ def gathered(root: nn.Module) -> list[str]:
 
 
 def _holds_full_weights(group: Any) -> bool:
-    return group.gathers_per_use and any(piece.untyped_storage().nbytes() > 0 for piece in group.full.pieces)
+    # Before the first forward there are no full weights at all.
+    return (
+        group.gathers_per_use
+        and bool(group.unsharded_params)
+        and any(piece.untyped_storage().nbytes() > 0 for piece in group.full.pieces)
+    )
 
 
 def assert_at_rest(root: nn.Module) -> None:
