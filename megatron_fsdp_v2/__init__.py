@@ -2,7 +2,7 @@
 
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle
-from .optim.clip import clip_grad_norm_, get_total_norm
+from .optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .precision import MixedPrecisionPolicy
 from .sharding.buffer import DataParallelBuffer
 from .sharding.dtensor import full_tensor
@@ -15,6 +15,7 @@ __all__ = [
     "ParameterGroup",
     "UnshardHandle",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "full_tensor",
     "fully_shard",
     "get_total_norm",

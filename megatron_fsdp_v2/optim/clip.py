@@ -70,17 +70,34 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: ``error_if_nonfinite`` and the norm is infinite or not a number.
     """
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    grads = [param.grad for param in parameters if param.grad is not None]
-    norm = get_total_norm(grads, norm_type)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = get_total_norm([param.grad for param in parameters if param.grad is not None], norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they can't be clipped")
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(scale.to(device=local.device, dtype=local.dtype))
+    clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor
+) -> None:
+    """Scale gradients as if their total norm were ``total_norm`` (0-dim), so that it is at most ``max_norm``.
+
+    For norms that no list of tensors has by itself. Experts that ranks hold as plain local weights are one such case:
+    the norms of the experts of each rank have to be added up over the expert-parallel ranks first.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    scale = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in (param.grad for param in parameters if param.grad is not None):
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        if local.numel():
+            alike.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), locals_ in alike.items():
+        # A 0-dim factor keeps its precision beside tensors of a lower one.
+        torch._foreach_mul_(locals_, scale.to(device))
 
 
 def _local_power(shards: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
