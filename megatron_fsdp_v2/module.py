@@ -138,8 +138,8 @@ class FSDPModule:
     def mark_weights_updated(self) -> None:
         """Declare that this module's parameters were written in a way that torch doesn't count.
 
-        Operations on a parameter and steps of a torch optimizer are noticed; writes through ``.data``, raw pointers or
-        collectives are not.
+        Operations on a parameter and steps of a torch optimizer are noticed; writes through ``.data``, raw pointers,
+        collectives, or ``torch._foreach_`` functions outside an optimizer are not.
         """
         for unit in units_below(self):
             for group in unit.groups:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..memory.allocator import BucketAllocator, BufferSpec
 from ..precision import GroupPrecision
 from ..strategy import AxisStrategy, Placement, Strategy
-from .buffer import DataParallelBuffer, Placements, redistribute
+from .buffer import DataParallelBuffer, Placements, piece_sizes, redistribute
 from .collectives import Work
 from .dtensor import build_dtensor
 from .layout import GroupLayout
@@ -233,7 +233,10 @@ class GroupGradients:
     def _stage_target(self, stage: int, source: DataParallelBuffer) -> DataParallelBuffer:
         if self._levels[stage + 1][stage] is Placement.REPLICATED:
             return DataParallelBuffer(self._layout, self._mesh, self._levels[stage + 1], source.pieces)
-        return self._new_buffer(self._levels[stage + 1], self._precision.comm)
+        # The reduction writes all of it, so zeroing it first would be a copy for nothing.
+        sizes = piece_sizes(self._layout, self._mesh, self._levels[stage + 1])
+        flat = torch.empty(sum(sizes), dtype=self._precision.comm, device=self._mesh.device)
+        return DataParallelBuffer(self._layout, self._mesh, self._levels[stage + 1], flat.split(sizes))
 
     @property
     def _main_buffer(self) -> DataParallelBuffer:
