@@ -97,11 +97,12 @@ class FSDPv2DistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
-        """As stock, but with a norm to report when gradients aren't clipped, as stock gives it without sharding."""
+        """As stock's optimizer without sharding reports it: a norm even when gradients aren't clipped, and no count of
+        zeros unless it was asked for."""
         success, norm, zeros = super().step()
         if norm is not None and not self.config.clip_grad > 0:
             norm = self.get_grad_norm()
-        return success, norm, zeros
+        return success, norm, zeros if self.config.log_num_zeros_in_grad else None
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
