@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.data import Dataset
 
 import megatron_fsdp_v2
@@ -80,7 +81,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record
 def _run_case(case: Case, world_size: int) -> Record:
     record = Record()
     argv = ["parity", *case.argv(world_size)]
-    with mock.patch.object(sys, "argv", argv), _recording(record, case), _fresh_megatron():
+    with mock.patch.object(sys, "argv", argv), _fresh_megatron(), _recording(record, case):
         train_from_command_line()
     return record
 
@@ -176,6 +177,8 @@ def _fresh_megatron() -> Iterator[None]:
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
         parallel_state.destroy_model_parallel()
+        # torch answers for equal meshes from its cache, with the mesh of an earlier run, whose groups are gone.
+        _clear_sharding_prop_cache()
         _end_groups()
 
 
