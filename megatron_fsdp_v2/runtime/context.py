@@ -35,6 +35,8 @@ class Context:
         self.in_root_forward = False
         self._end_of_backward: weakref.ref[Callable[[], None]] | None = None
         self._in_flight: list[tuple[GroupGradients, Pending]] = []
+        for unit in self.units:
+            unit.check_parameters()
         # The first forward may come under inference mode, and what is built here has to serve training too.
         with torch.inference_mode(False):
             for unit in self.units:

@@ -91,13 +91,8 @@ class Unit:
         self.phase = phase
 
     def prepare(self) -> None:
-        """Build what computing needs. Runs once, when the unit joins a context.
-
-        Raises:
-            RuntimeError: a parameter isn't as ``fully_shard`` left it.
-        """
+        """Build what computing needs. Runs once, when the unit joins a context."""
         assert self.context is not None
-        self.check_parameters()
         for group in self.groups:
             group.prepare(self.context.allocator)
             pairs = zip(group.owners, group.sharded_params, group.unsharded_params, strict=True)

@@ -16,12 +16,16 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+
+# What the first optimizer step imports, for seconds: ranks are forked from a process that has it.
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_v2 import FSDPModule, full_tensor, fully_shard
 from megatron_fsdp_v2.runtime.unit import Phase
+from megatron_fsdp_v2.sharding.dtensor import RowShard
 
 ZERO_3 = "optim_grads_params"
 STRATEGIES = (ZERO_3, "optim_grads", "optim", "no_shard")
@@ -143,7 +147,7 @@ def squared(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     """Hides the scale of gradients, and moves every weight."""
-    return torch.optim.AdamW(params, lr=1e-2)
+    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -186,6 +190,8 @@ class Duel:
 
     def reference_loss(self, fn: Callable[..., torch.Tensor], data: torch.Tensor) -> torch.Tensor:
         """The reference's mean loss over all parts."""
+        if fn is squared:
+            return squared(self.reference, data.flatten(0, 1))
         return torch.stack([fn(self.reference, part) for part in data]).mean()
 
     def backward(self, fn: Callable[..., torch.Tensor] = squared) -> None:
@@ -217,12 +223,12 @@ class Duel:
                 assert param.grad is None or not full_tensor(param.grad).any(), f"{name} got a gradient"
                 continue
             assert param.grad is not None, f"{name} has no gradient"
-            self._compare(f"gradient of {name}", param.grad, expected.grad)
+            self._compare(f"gradient of {name}", *own_rows(param.grad, expected.grad))
 
     def compare_weights(self) -> None:
         """Main weights, and what a forward without gradients computes, are equal."""
         for name, param, expected in self._pairs():
-            self._compare(name, param, expected)
+            self._compare(name, full_tensor(param), expected)
 
     def _pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         ours, theirs = dict(self.model.named_parameters()), dict(self.reference.named_parameters())
@@ -230,11 +236,22 @@ class Duel:
         return [(name, ours[name], theirs[name]) for name in ours]
 
     def _compare(self, what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        full = full_tensor(ours)
-        assert full.shape == theirs.shape, f"{what} has shape {tuple(full.shape)}, expected {tuple(theirs.shape)}"
-        worst = (full.double() - theirs.double()).abs().max().item() if full.numel() else 0.0
-        scale = max(1.0, theirs.double().abs().max().item()) if full.numel() else 1.0
-        assert worst <= self.tolerance * scale, f"{what} is off by {worst}"
+        assert ours.shape == theirs.shape, f"{what} has shape {tuple(ours.shape)}, expected {tuple(theirs.shape)}"
+        if ours.numel():
+            worst = (ours.double() - theirs.double()).abs().max().item()
+            scale = max(1.0, theirs.double().abs().max().item())
+            assert worst <= self.tolerance * scale, f"{what} is off by {worst}"
+
+
+def own_rows(ours: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows of a row-sharded tensor, and the same rows of `whole`; both whole if it's something else."""
+    if not isinstance(ours, DTensor) or not all(isinstance(p, (RowShard, Replicate)) for p in ours.placements):
+        return full_tensor(ours), whole
+    for axis, placement in enumerate(ours.placements):
+        if isinstance(placement, RowShard):
+            rows = placement.split.range(ours.device_mesh.get_local_rank(axis))
+            whole = whole[rows.start : rows.start + rows.count]
+    return ours.to_local(), whole
 
 
 def units_of(root: nn.Module) -> list[Any]:
