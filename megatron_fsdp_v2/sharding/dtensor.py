@@ -6,6 +6,7 @@ gathered and saved wrongly. ``RowShard`` carries the cut, in closed form, and ov
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .layout import RowSplit
+
+# The function that compares the placements of two specs.
+_SPEC_EQUALITY = getattr(DTensorSpec, "_check_equals", DTensorSpec.__eq__).__code__
 
 
 class RowShard(Shard):
@@ -38,8 +42,9 @@ class RowShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowShard):
             return self.split == other.split
-        # DTensor's spec compares with a plain Shard to find the sharded dimension.
-        return isinstance(other, Shard) and other.dim == 0
+        # Operators compare with a plain Shard to find the sharded dimension, and to see that nothing moves. Whole specs
+        # are compared to look up what an operator gave before, without their hashes: there the two are not the same.
+        return isinstance(other, Shard) and other.dim == 0 and sys._getframe(1).f_code is not _SPEC_EQUALITY
 
     def __hash__(self) -> int:
         return hash((RowShard, self.split))

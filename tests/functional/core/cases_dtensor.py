@@ -327,6 +327,24 @@ def whole_tensors_are_cut_by_two_axes(ranks: Ranks) -> None:
         equal(cut.to_local(), param.detach().to_local(), "cut from a replicated tensor")
 
 
+@case(worlds=(2, 3))
+def evenly_cut_tensors_of_the_same_shape_stay_apart(ranks: Ranks) -> None:
+    """torch remembers what an operator gave for a spec; the answer for one cut must not be given for the other."""
+    bag = sharded_bag(ZERO_3, shapes=tuple((rows, columns) for rows in range(4, 24) for columns in (1, 3)))
+    for param in bag.parameters():
+        assert isinstance(param, DTensor)
+        mesh, (placement,) = param.device_mesh, param.placements
+        even = DTensor.from_local(full_tensor(param), mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        for _ in range(2):
+            assert type(even.detach().placements[0]) is Shard
+            assert type(param.detach().placements[0]) is RowShard
+            assert type(torch.zeros_like(even).placements[0]) is Shard
+            assert type(torch.zeros_like(param).placements[0]) is RowShard
+        assert param._spec != even._spec
+        assert even._spec != param._spec
+        assert placement == Shard(0)
+
+
 @case(worlds=(4,))
 def placements_of_replicated_weights_are_replicated(ranks: Ranks) -> None:
     for param in sharded_bag("no_shard").parameters():

@@ -100,14 +100,21 @@ def bf16_compute_over_fp32_main_weights(ranks: Ranks, strategy: str) -> None:
 
 @case(worlds=(2, 3))
 def as_fsdp2_with_the_same_policy(ranks: Ranks) -> None:
-    for param_dtype, reduce_dtype in ((BF16, FP32), (BF16, None), (None, BF16)):
+    """Bit by bit on two ranks, where a sum has one order."""
+    for options, tolerance in (
+        ({"param_dtype": BF16, "reduce_dtype": FP32}, 1e-6),
+        ({"param_dtype": FP16, "reduce_dtype": FP32}, 1e-6),
+        ({"param_dtype": BF16}, 2e-3),
+        ({"reduce_dtype": BF16}, 2e-3),
+        ({"param_dtype": BF16, "output_dtype": FP32}, 2e-3),
+    ):
         ours, theirs = Net(), Net()
         theirs.load_state_dict(ours.state_dict())
-        shard_net(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))(ours)
-        torch_policy = TorchPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        for layer in theirs.layers:
-            torch_fully_shard(layer, mp_policy=torch_policy)
-        torch_fully_shard(theirs, mp_policy=torch_policy)
+        inner = {name: dtype for name, dtype in options.items() if name != "output_dtype"}
+        for net, wrap, policy in ((ours, fully_shard, MixedPrecisionPolicy), (theirs, torch_fully_shard, TorchPolicy)):
+            for layer in net.layers:
+                wrap(layer, mp_policy=policy(**inner))
+            wrap(net, mp_policy=policy(**options))
         optimizers = [adamw(ours.parameters()), adamw(theirs.parameters())]
         for _ in range(10):
             for _ in range(3):
@@ -116,12 +123,13 @@ def as_fsdp2_with_the_same_policy(ranks: Ranks) -> None:
                 for loss in losses:
                     loss.backward()
                 assert losses[0].dtype == losses[1].dtype
-                torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+                torch.testing.assert_close(*losses, rtol=5 * tolerance, atol=5 * tolerance)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for (name, param), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            assert (full_tensor(param) - other.full_tensor()).abs().max() < 1e-2, name  # type: ignore[attr-defined]
+            off = (full_tensor(param) - other.full_tensor()).abs().max().item()  # type: ignore[attr-defined]
+            assert off <= (0 if ranks.world == 2 else tolerance), (options, name, off)
 
 
 @case(worlds=(2,), strategies=STRATEGIES)
