@@ -64,38 +64,52 @@ def dtypes_on_the_wire() -> Iterator[dict[str, set[torch.dtype]]]:
             setattr(buffer, name, original)
 
 
+def _emulate(reference: nn.Module, parts: torch.Tensor, compute: torch.dtype, comm: torch.dtype) -> list[torch.Tensor]:
+    """A micro-batch in plain torch: losses of all parts, with ``.grad`` of the fp32 reference accumulated in fp32."""
+    losses = []
+    grads: list[list[torch.Tensor]] = []
+    for part in parts:
+        shadow = copy.deepcopy(reference).to(compute)
+        shadow.zero_grad()
+        losses.append(squared(shadow, part.to(compute)))
+        losses[-1].backward()
+        grads.append([param.grad.to(comm) for param in shadow.parameters() if param.grad is not None])
+    for param, *of_parts in zip(reference.parameters(), *grads, strict=True):
+        mean = (torch.stack(of_parts).sum(0) / len(of_parts)).float()
+        param.grad = mean if param.grad is None else param.grad + mean
+    return losses
+
+
 @case(strategies=STRATEGIES)
-def bf16_compute_over_fp32_main_weights(ranks: Ranks, strategy: str) -> None:
-    """Beside a reference that casts fp32 weights to bf16 for every forward and accumulates gradients in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=BF16, main_grads_dtype=FP32)
-    model, reference = Net(), Net()
-    reference.load_state_dict(model.state_dict())
-    shard_net(strategy, mp_policy=policy)(model)
-    optimizers = [sgd(model.parameters()), sgd(reference.parameters())]
-    for _ in range(10):
-        for _ in range(3):
-            data = torch.randn(ranks.world, 4, WIDTH)
-            loss = squared(model, data[ranks.rank]).float()
-            loss.backward()
-            shadow = copy.deepcopy(reference).to(BF16)
-            for param in shadow.parameters():
-                param.grad = None
-            expected = torch.stack([squared(shadow, part.to(BF16)).float() for part in data])
-            assert abs(loss - expected[ranks.rank]) <= 2e-2 * max(1.0, abs(float(expected[ranks.rank])))
-            expected.mean().backward()
-            for param, low in zip(reference.parameters(), shadow.parameters(), strict=True):
-                assert low.grad is not None
-                param.grad = low.grad.float() if param.grad is None else param.grad + low.grad.float()
-        for name, param in model.named_parameters():
-            assert param.dtype == FP32
-            assert param.grad is not None, name
-            assert param.grad.dtype == FP32
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, param), expected_param in zip(model.named_parameters(), reference.parameters(), strict=True):
-        worst = (full_tensor(param) - expected_param).abs().max()
-        assert worst < 1e-2, (name, float(worst))
+def low_precision_compute_over_fp32_main_weights(ranks: Ranks, strategy: str) -> None:
+    """Bit by bit on up to two ranks, where a sum has one order."""
+    for options, compute, comm in (
+        ({"param_dtype": BF16, "main_grads_dtype": FP32}, BF16, FP32),
+        ({"param_dtype": FP16, "grad_comm_dtype": FP32}, FP16, FP32),
+        ({"param_dtype": BF16}, BF16, BF16),
+        ({"param_dtype": BF16, "main_grads_dtype": FP32, "grad_comm_dtype": BF16}, BF16, BF16),
+    ):
+        model, reference = Net(), Net()
+        reference.load_state_dict(model.state_dict())
+        shard_net(strategy, mp_policy=MixedPrecisionPolicy(**options))(model)
+        optimizers = [sgd(model.parameters()), sgd(reference.parameters())]
+        for _ in range(5):
+            for _ in range(3):
+                data = torch.randn(ranks.world, 4, WIDTH)
+                loss = squared(model, data[ranks.rank])
+                loss.backward()
+                expected_loss = _emulate(reference, data, compute, comm)[ranks.rank]
+                # One weight rounded the other way moves a low-precision loss by a few units in the last place.
+                torch.testing.assert_close(loss, expected_loss, rtol=0 if ranks.world <= 2 else 0.05, atol=1e-3)
+            for name, param in model.named_parameters():
+                assert param.grad is not None, name
+                assert (param.dtype, param.grad.dtype) == (FP32, FP32), name
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            off = (full_tensor(param) - expected).abs().max().item()
+            assert off <= (0 if ranks.world <= 2 else 2e-3), (options, name, off)
 
 
 @case(worlds=(2, 3))
