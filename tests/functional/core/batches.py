@@ -11,24 +11,30 @@ import pytest
 from tests.functional.core.cases_support import ZERO_3, Case, run_batch
 from tests.harness.spawn import RankPool
 
-# Three ranks divide nothing evenly, so the other strategies are tried there when not everything is asked for.
-_USUAL_WORLD = 3
+# What is tried when not everything is asked for. Three ranks divide nothing evenly; one must work like plain torch.
+USUAL_WORLDS = (1, 3)
+OTHER_STRATEGIES_WORLD = 2
 
 
-def cases_of(module: ModuleType) -> list[Any]:
-    """Parameters (world, name) for every case of a module; all but the usual combinations belong to the full matrix."""
+def cases_of(module: ModuleType, usual_worlds: tuple[int, ...] = USUAL_WORLDS) -> list[Any]:
+    """Parameters (world, name) for every case of a module; all but the usual combinations belong to the full matrix.
+
+    Usual are ZeRO-3 with `usual_worlds`, the other strategies with two ranks, and cases without strategies.
+    """
     params = []
     for function, value in vars(module).items():
         declared = getattr(value, "case", None)
         if isinstance(declared, Case) and value.__module__ == module.__name__:
             for strategy in declared.strategies or ("",):
                 name = f"{function}/{strategy}" if strategy else function
-                params += [_param(world, name, strategy, declared) for world in declared.worlds]
+                usual = usual_worlds if strategy == ZERO_3 else (OTHER_STRATEGIES_WORLD,)
+                if not strategy or not set(usual) & set(declared.worlds):
+                    usual = declared.worlds
+                params += [_param(world, name, world in usual) for world in declared.worlds]
     return params
 
 
-def _param(world: int, name: str, strategy: str, declared: Case) -> Any:
-    usual = strategy in ("", ZERO_3) or world == _USUAL_WORLD or _USUAL_WORLD not in declared.worlds
+def _param(world: int, name: str, usual: bool) -> Any:
     return pytest.param(world, name, id=f"{name}-{world}", marks=[] if usual else [pytest.mark.full])
 
 
