@@ -92,13 +92,20 @@ def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
     awaits_backward = False
     if torch.is_grad_enabled():
         awaits_backward = _watch_outputs(unit, output)
+    returns_freed = False
     if not recomputed:
         if unit.reshard_after_forward or not awaits_backward:
+            returns_freed = unit.owns_full_memory_of(tensors_in(output))
             unit.reshard(context.streams)
         if context.in_root_forward:
             context.note_forward_end(unit)
         if unit is context.root:
             context.end_forward()
+    if returns_freed:
+        raise RuntimeError(
+            f"unit {unit.name!r} returned its own weights, or a view of them, which are freed after its forward; "
+            "return a clone, or let the unit that uses them own them"
+        )
     return output
 
 
@@ -201,7 +208,7 @@ def _mark_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def _watch_outputs(unit: Unit, output: Any) -> bool:
     """Call the unit before the backward of this call of its module; False if no backward can come."""
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
     before_backward = partial(_pre_backward, unit, unit.forward_version)
     if len(tensors) == 1:
         tensors[0].register_hook(before_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch.nn as nn
 from ..precision import MixedPrecisionPolicy
 from ..sharding.buffer import gather_together
 from ..sharding.mesh import DataParallelMesh
-from ..sharding.parameter_group import ParameterGroup
+from ..sharding.parameter_group import ParameterGroup, memory_of
 from .streams import Pending, Streams
 
 if TYPE_CHECKING:
@@ -172,6 +172,11 @@ class Unit:
             with streams.gather_scope():
                 for group in self.groups:
                     group.release()
+
+    def owns_full_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of the tensors lies in the gathered weights that ``reshard`` frees."""
+        freed = {id_of for group in self.groups if (id_of := group.full_memory()) is not None}
+        return any([memory_of(tensor) in freed for tensor in tensors]) if freed else False
 
     def stages_to_run(self, group: ParameterGroup) -> int:
         """How many reduction stages the present micro-batch runs for a group."""

@@ -162,6 +162,10 @@ class ParameterGroup:
         self._compute_version = self._full_version = version
         return last
 
+    def full_memory(self) -> int | None:
+        """Identifies the memory that ``release`` frees; None if it frees nothing."""
+        return memory_of(self.full.pieces[0]) if self.gathers_per_use else None
+
     def release(self) -> None:
         """Give the gathered weights' memory back, if they are a transient buffer."""
         if self.gathers_per_use:
@@ -246,6 +250,14 @@ class ParameterGroup:
             param.data = view
         vars(param).update(self._attributes[index])
         return param
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Identifies the storage of a tensor; None for tensors that have none of their own."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _joined_mesh(data_mesh: DeviceMesh, inner_mesh: DeviceMesh) -> DeviceMesh:

@@ -265,6 +265,52 @@ def parameters_changed_behind_the_back(ranks: Ranks, strategy: str) -> None:
         duel.loss(squared, duel.data())
 
 
+class Leaking(nn.Module):
+    """Returns its own weight, whole, as a view, or as a clone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.kind = "whole"
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        shared = {"whole": lambda: self.weight, "view": lambda: self.weight.t()[1:], "clone": self.weight.clone}
+        return x @ self.weight, {"weight": shared[self.kind]()}
+
+
+class Using(nn.Module):
+    """Uses the weight that its first layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Leaking()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, extra = self.layers[0](x)
+        return y * extra["weight"].sum()
+
+
+@case()
+def weights_returned_by_the_unit_that_frees_them(ranks: Ranks) -> None:
+    duel = Duel(ranks, Using(), shard_net(ZERO_3))
+    for kind in ("whole", "view"):
+        duel.model.layers[0].kind = kind
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), refused(RuntimeError, "layers.0", "returned its own weights", "clone"):
+                duel.loss(squared, duel.data())
+            assert_at_rest(duel.model)
+    duel.model.layers[0].kind = duel.reference.layers[0].kind = "clone"
+    duel.train(lambda module, x: squared(module, x))
+
+
+@case(strategies=("optim_grads", "optim", "no_shard"))
+def weights_returned_where_they_stay(ranks: Ranks, strategy: str) -> None:
+    for kind in ("whole", "view", "clone"):
+        model = Using()
+        model.layers[0].kind = kind
+        Duel(ranks, model, shard_net(strategy)).train(lambda module, x: squared(module, x))
+
+
 @case()
 def a_dropped_model_is_freed(ranks: Ranks) -> None:
     """Nothing outside of the module holds it or its buffers."""

@@ -96,9 +96,9 @@ def layer_by_layer(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(ranks: Ranks, strategy: str, run: Callable[[Any, torch.Tensor], torch.Tensor], **options: Any) -> Duel:
-    """Train with recomputation beside a reference that recomputes nothing different."""
+    """Train with recomputation beside a reference that recomputes the same."""
     duel = Duel(ranks, Recomputed(run), shard_net(strategy, **options))
-    duel.train()
+    duel.train(steps=2)
     return duel
 
 
@@ -126,14 +126,14 @@ def inside_units(ranks: Ranks, strategy: str) -> None:
     for how in (REENTRANT, PLAIN):
         net = Recomputed(layer_by_layer)
         net.layers = nn.ModuleList([PartlyRecomputed(how) for _ in range(3)])
-        Duel(ranks, net, shard_net(strategy)).train()
+        Duel(ranks, net, shard_net(strategy)).train(steps=2)
 
 
 @case(strategies=STRATEGIES)
 def around_and_inside_units(ranks: Ranks, strategy: str) -> None:
     net = Recomputed(partial(around_each, PLAIN))
     net.layers = nn.ModuleList([PartlyRecomputed(PLAIN) for _ in range(3)])
-    Duel(ranks, net, shard_net(strategy)).train()
+    Duel(ranks, net, shard_net(strategy)).train(steps=2)
 
 
 @case(strategies=STRATEGIES)

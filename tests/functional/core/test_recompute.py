@@ -10,6 +10,6 @@ from tests.functional.core.batches import Batches, batches_of, cases_of
 batches = batches_of(cases_recompute)
 
 
-@pytest.mark.parametrize(("world", "name"), cases_of(cases_recompute))
+@pytest.mark.parametrize(("world", "name"), cases_of(cases_recompute, usual_worlds=(3,)))
 def test_recomputation(batches: Batches, world: int, name: str) -> None:
     batches.check(world, name)
