@@ -79,6 +79,13 @@ def test_each_problem_is_one_line(changes: dict[str, object], expected: list[str
         assert "\n" not in problem
 
 
+def test_instances_without_einops_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fsdp_v2_mcore.flags.find_spec", lambda name: None)
+    assert problems_of(arguments()) == []
+    (problem,) = problems_of(arguments(num_distributed_optimizer_instances=2))
+    assert "einops" in problem
+
+
 def test_serialised_launches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert [problem for problem in problems_of(arguments()) if "CUDA_DEVICE_MAX_CONNECTIONS" in problem]
