@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from .arguments import check_positive
+from .arguments import check_reduction, check_reshard
 from .materialize import materialize
-from .module import FSDPModule, named_units, sharded_class
-from .precision import MixedPrecisionPolicy
-from .runtime.hooks import install
+from .module import FSDPModule, sharded_class
+from .offload import CPUOffloadPolicy, OffloadPolicy, offload_policy_of
+from .precision import MixedPrecisionPolicy, mixed_precision_policy
 from .runtime.unit import Unit
 from .sharding.dtensor import RowShard, build_dtensor
 from .sharding.mesh import DataParallelMesh, data_parallel_mesh
@@ -39,14 +39,16 @@ class _Owner:
         return _Owner, (type(None), self.name, self.is_original)
 
 
-def fully_shard[ModuleT: nn.Module](
+def fully_shard[ModuleT: nn.Module | list[nn.Module]](
     module: ModuleT,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
     grad_reduction: str = "average",
@@ -58,13 +60,17 @@ def fully_shard[ModuleT: nn.Module](
     outermost one, which becomes the root at its first forward.
 
     Args:
-        module: module with a forward of its own.
+        module: module with a forward of its own, or a list of such, which become one unit: gathered before the first
+            of them runs and freed after the last.
         mesh: 1-D (shard) or 2-D (outer, shard) DeviceMesh. None: one shard axis over all ranks.
         reshard_after_forward: free gathered weights between forward and backward. None: True except for the root.
-            Without effect where ``strategy`` keeps weights whole.
+            A number: keep the part that the rank holds when so many neighbours on the shard axis share the weights, so
+            that backward gathers among those alone. Without effect where ``strategy`` keeps weights whole.
         shard_placement_fn: as in FSDP2; only ``Shard(0)`` and None can be answered.
-        mp_policy: dtypes of weights, gradients and communication. None: those of the parameters.
+        mp_policy: dtypes of weights, gradients and communication, ours or torch's. None: those of the parameters.
+        offload_policy: where main weights and gradients rest, as in FSDP2.
         ignored_params: parameters left as they are.
+        dp_mesh_dims: of FSDP2; refused, since ``mesh`` is the data-parallel one alone.
         strategy: ``no_shard``, ``optim`` (ZeRO-1), ``optim_grads`` (ZeRO-2) or ``optim_grads_params`` (ZeRO-3).
         outer_strategy: ``no_shard`` (HSDP) or ``optim`` (HFSDP), for the outer axis of a 2-D mesh.
         grad_reduction: ``average`` or ``sum`` over all data-parallel ranks.
@@ -75,54 +81,65 @@ def fully_shard[ModuleT: nn.Module](
         ValueError: an argument has a value that can't be honoured; names the argument, or the parameter by its path.
     """
     plan = resolve_strategy(strategy, outer_strategy, isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_arguments(module, policy, reshard_after_forward, grad_reduction, grad_divisor)
+    modules = _modules(module)
+    policy = mixed_precision_policy(mp_policy)
+    check_reduction(grad_reduction, grad_divisor)
+    if isinstance(offload_policy_of(offload_policy), CPUOffloadPolicy):
+        raise ValueError("offload_policy can't be a CPUOffloadPolicy yet")
+    if dp_mesh_dims is not None:
+        raise ValueError("dp_mesh_dims can't be honoured; pass the data-parallel part of the mesh, such as mesh['dp']")
     axes = data_parallel_mesh(mesh)
-    if reshard_after_forward and not plan.weights_resharded:
+    reshard = check_reshard(reshard_after_forward, axes.shard.size)
+    if reshard and not plan.weights_resharded:
         warnings.warn(
-            f"reshard_after_forward=True has no effect: strategy={strategy!r} keeps weights whole", stacklevel=2
+            f"reshard_after_forward={reshard_after_forward} has no effect: strategy={strategy!r} keeps weights whole",
+            stacklevel=2,
         )
-    sources = _sources(module, _ignored(ignored_params))
-    _check_sources(module, sources, axes, shard_placement_fn)
+    sources = _sources(modules, _ignored(ignored_params))
+    _check_sources(modules, sources, axes, shard_placement_fn)
     originals = [source.original for source in sources]
-    materialize(sources, [owner for _, owner in owned_modules(module)], axes.device)
+    owners = [owner for _, owner in owned_modules(modules)]
+    materialize(sources, owners, axes.device)
     for source in sources:
         if not isinstance(source.original, DTensor) and source.original.device != axes.device:
             source.original.data = source.original.data.to(axes.device)
-    _move_buffers(module, axes.device)
-    groups = _groups(sources, axes, plan, policy)
-    unit = Unit(module, groups, axes, policy, reshard_after_forward)
+    _move_buffers(owners, axes.device)
+    unit = Unit(modules, _groups(sources, axes, plan, policy), axes, policy, reshard)
     _replace_parameters(unit, sources, originals)
-    for group in groups:
+    for group in unit.groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
-    module.__class__ = cast("type[ModuleT]", sharded_class(type(module)))
-    module._fsdp_unit = unit  # type: ignore[assignment]
-    install(module, unit, named_units)
-    module.register_state_dict_pre_hook(_rest_before_state_dict)  # type: ignore[no-untyped-call]
-    module.register_state_dict_post_hook(_copyable_state)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_rest_before_load)  # type: ignore[no-untyped-call]
+    for member in modules:
+        _make_sharded(member, unit)
     return module
 
 
-def _check_arguments(
-    module: object, policy: object, reshard_after_forward: object, grad_reduction: object, grad_divisor: float
-) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"module {type(module).__name__} is a unit already; call fully_shard once per module")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"module {type(module).__name__} is scripted, so its class can't be extended; shard it before")
-    if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"module {type(module).__name__} has no forward to hook; shard the modules it contains")
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a megatron_fsdp_v2.MixedPrecisionPolicy, got {type(policy).__name__}")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
-    if grad_reduction not in ("average", "sum"):
-        raise ValueError(f"grad_reduction must be 'average' or 'sum', got {grad_reduction!r}")
-    check_positive("grad_divisor", grad_divisor)
+def _modules(module: object) -> list[nn.Module]:
+    """The modules of the new unit."""
+    modules = module if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("module is an empty list; pass at least one module")
+    for member in modules:
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module or a list of them, got {type(member).__name__}")
+        name = type(member).__name__
+        if isinstance(member, FSDPModule):
+            raise ValueError(f"module {name} is a unit already; call fully_shard once per module")
+        if isinstance(member, torch.jit.ScriptModule):
+            raise ValueError(f"module {name} is scripted, so its class can't be extended; shard it before")
+        if type(member).forward is nn.Module.forward or isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(f"module {name} has no forward to hook; shard the modules it contains")
+    if len(set(modules)) < len(modules):
+        raise ValueError("module holds the same module twice")
+    return list(modules)
+
+
+def _make_sharded(module: nn.Module, unit: Unit) -> None:
+    module.__class__ = sharded_class(type(module))
+    module._fsdp_unit = unit  # type: ignore[assignment]
+    module.register_state_dict_pre_hook(_rest_before_state_dict)
+    module.register_state_dict_post_hook(_copyable_state)
+    module.register_load_state_dict_pre_hook(_rest_before_load)
 
 
 def _ignored(params: object) -> set[nn.Parameter]:
@@ -138,10 +155,10 @@ def _ignored(params: object) -> set[nn.Parameter]:
     return set(found)
 
 
-def _sources(module: nn.Module, ignored: set[nn.Parameter]) -> list[ParamSource]:
+def _sources(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[ParamSource]:
     """Parameters the new unit owns, in registration order; tied ones once, with all their owners."""
     found: dict[nn.Parameter, ParamSource] = {}
-    for prefix, owner in owned_modules(module):
+    for prefix, owner in owned_modules(modules):
         for name, param in owner._parameters.items():
             if param is None or param in ignored:
                 continue
@@ -150,35 +167,40 @@ def _sources(module: nn.Module, ignored: set[nn.Parameter]) -> list[ParamSource]
     return list(found.values())
 
 
-def owned_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """(path prefix, module) of the module and those below it that aren't in an inner unit."""
-    found = [(prefix, module)]
-    seen = {module}
+def owned_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(path prefix, module) of the modules and those below them that aren't in an inner unit.
+
+    Paths begin with a module's index where there are several.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    seen = set(modules)
 
     def descend(parent: nn.Module, path: str) -> None:
+        found.append((path, parent))
         for name, child in parent.named_children():
             if child not in seen and not isinstance(child, FSDPModule):
                 seen.add(child)
-                found.append((f"{path}{name}.", child))
                 descend(child, f"{path}{name}.")
 
-    descend(module, prefix)
+    for index, module in enumerate(modules):
+        descend(module, f"{index}." if len(modules) > 1 else "")
     return found
 
 
 def _check_sources(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     sources: list[ParamSource],
     axes: DataParallelMesh,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> None:
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"shard_placement_fn must be a function, got {type(shard_placement_fn).__name__}")
+    holder = _holder(modules)
     for source in sources:
-        param, name = source.original, f"{type(module).__name__}.{source.name}"
+        param, name = source.original, f"{holder}.{source.name}"
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"parameter {name} has no shape yet; run a forward of the lazy module before fully_shard")
-        _check_owner(module, param, name)
+        _check_owner(modules, param, name)
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"parameter {name} has gradient hooks, which would never be called: autograd sees another parameter "
@@ -197,14 +219,19 @@ def _check_sources(
             raise ValueError(f"shard_placement_fn answered {placement} for {name}; only rows, Shard(0), can be sharded")
 
 
-def _check_owner(module: nn.Module, param: nn.Parameter, name: str) -> None:
+def _holder(modules: Sequence[nn.Module]) -> str:
+    return type(modules[0]).__name__ if len(modules) == 1 else "module"
+
+
+def _check_owner(modules: Sequence[nn.Module], param: nn.Parameter, name: str) -> None:
     """Refuse a parameter that another unit owns, or that a parameter of another unit was made from."""
     mark: _Owner | None = vars(param).get("_fsdp_owner")
     owner = mark.unit() if mark else None
     if mark is None or owner is None:
         return
-    paths = [path for path, child in module.named_modules() if getattr(child, "_fsdp_unit", None) is owner]
-    other = f"{type(module).__name__}.{paths[0]}.{mark.name}" if paths else f"{owner.name}.{mark.name}"
+    within = [pair for module in modules for pair in module.named_modules()]
+    paths = [path for path, child in within if getattr(child, "_fsdp_unit", None) is owner]
+    other = f"{_holder(modules)}.{paths[0]}.{mark.name}" if paths else f"{owner.name}.{mark.name}"
     if mark.is_original:
         raise ValueError(
             f"parameter {name} is tied to {other}, which belongs to another unit; let one unit own both, by "
@@ -231,8 +258,8 @@ def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> N
         )
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for _, owner in owned_modules(module):
+def _move_buffers(owners: Sequence[nn.Module], device: torch.device) -> None:
+    for owner in owners:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 owner._buffers[name] = buffer.to(device)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 
-from .arguments import check_positive
+from .arguments import check_flag, check_positive
 from .runtime.context import Context
-from .runtime.hooks import ensure_context
+from .runtime.hooks import ensure_context, run_forward
 from .runtime.unit import Unit
 from .sharding.gradients import GroupGradients
 
@@ -37,6 +37,15 @@ class FSDPModule:
     """
 
     _fsdp_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new module of the original class: containers make parts of themselves from their own class."""
+        return _unsharded_class(cls)(*args, **kwargs)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around the call rather than in hooks: what torch.compile made of the module is called inside.
+        forward = super().__call__  # type: ignore[misc]
+        return run_forward(self._fsdp_unit, named_units_of, self, forward, args, kwargs)  # type: ignore[arg-type]
 
     def lazy_init(self) -> None:
         """Make this module the root of the units below it, as its first forward would.
@@ -74,7 +83,7 @@ class FSDPModule:
         """Whether backward reduces along the outer axis of a 2-D mesh. If not the shard axis alone is reduced."""
         self._set("requires_all_reduce", requires_all_reduce, recurse)
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether weights are freed between forward and backward."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
 
@@ -120,6 +129,8 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``.grad`` of this module's parameters, and its gradients that wait for their reduction."""
         units = units_below(self)
+        if self._fsdp_unit.context is not None:
+            self._fsdp_unit.context.settle_gradients()
         for gradients in _gradients(units):
             gradients.drop_pending()
         # Between forward and backward a unit may show its full parameters, which have no gradient to clear.
@@ -129,6 +140,8 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in bound:
             unit.bind_unsharded()
+        for gradients in _gradients(units):
+            gradients.free_if_cleared()
 
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Multiply this module's gradients, put-off ones too, by ``factor`` (a number or 0-dim tensor)."""
@@ -155,11 +168,10 @@ class FSDPModule:
 
     def _context(self) -> Context:
         unit = self._fsdp_unit
-        return unit.context or ensure_context(unit, named_units(self))
+        return unit.context or ensure_context(unit, named_units_of(unit))
 
     def _set(self, name: str, value: bool, recurse: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+        check_flag(name, value)
         for unit in units_below(self) if recurse else [self._fsdp_unit]:
             setattr(unit, name, value)
 
@@ -178,13 +190,29 @@ class FSDPModule:
         _convert_unsharded(self, units, fn)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError("a module can't be deep-copied after fully_shard: copy it before, or load its state_dict")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError("a module can't be copied or pickled after fully_shard: save its state_dict")
 
 
 def named_units(module: Any) -> list[tuple[str, Unit]]:
     """Units of a module and its submodules with their paths from it, in the order of ``modules()``."""
-    return [(path, child._fsdp_unit) for path, child in module.named_modules() if isinstance(child, FSDPModule)]
+    found: dict[Unit, str] = {}
+    for path, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            found.setdefault(child._fsdp_unit, path)
+    return [(path, unit) for unit, path in found.items()]
+
+
+def named_units_of(unit: Unit) -> list[tuple[str, Unit]]:
+    """Units of all of a unit's modules, and below them, with their paths from there."""
+    found: dict[Unit, str] = {}
+    for module in unit.modules:
+        for path, below in named_units(module):
+            found.setdefault(below, path)
+    return [(path, below) for below, path in found.items()]
 
 
 def units_below(module: Any) -> list[Unit]:
@@ -217,3 +245,7 @@ def sharded_class(base: type[nn.Module]) -> type[nn.Module]:
         existing = type(f"FSDP{base.__name__}", (FSDPModule, base), {"__module__": base.__module__})
         setattr(base, "_fsdp_sharded_class", existing)  # noqa: B010 - the class has no such attribute to a checker
     return existing
+
+
+def _unsharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, FSDPModule))

@@ -60,6 +60,22 @@ class MixedPrecisionPolicy:
         return GroupPrecision(compute, main, grads, comm)
 
 
+def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
+    """Ours with the fields of torch's policy of the same name, or ours itself; the plain one for None.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    kind = type(policy)
+    if kind.__name__ == "MixedPrecisionPolicy" and kind.__module__.startswith("torch.distributed.fsdp"):
+        return MixedPrecisionPolicy(**{spec.name: getattr(policy, spec.name) for spec in fields(policy)})  # type: ignore[arg-type]
+    raise TypeError(f"mp_policy must be a megatron_fsdp_v2.MixedPrecisionPolicy, got {kind.__name__}")
+
+
 @dataclass(frozen=True, slots=True)
 class GroupPrecision:
     """Resolved dtypes of one parameter group."""

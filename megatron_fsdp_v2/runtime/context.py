@@ -31,6 +31,7 @@ class Context:
         self.backward_order = OrderRecorder()
         self._forward_ends: list[Unit] = []
         self._ahead: Unit | None = None
+        self._chosen_ahead: list[Unit] = []
         self._recomputed: list[Unit] = []
         self.in_root_forward = False
         self._end_of_backward: weakref.ref[Callable[[], None]] | None = None
@@ -47,37 +48,77 @@ class Context:
     # Forward and backward passes
 
     def begin_forward(self) -> None:
-        """A forward of the root starts: leftovers of a pass that raised are cleared first."""
-        if any([unit.phase is not Phase.IDLE for unit in self.units]):
-            for unit in self.units:
-                unit.phase = Phase.IDLE
-            self._abandon_backward()
+        """A forward of the root starts."""
         for unit in self.units:
             unit.check_parameters()
+        if not self._in_flight:
+            for gradients in self.all_gradients():
+                gradients.free_if_cleared()
         self.in_root_forward = True
         self.forward_order.begin()
         self._forward_ends = []
         self.streams.gather_after_compute()
 
-    def end_forward(self) -> None:
-        """A forward of the root ended."""
+    def end_unit_forward(self, unit: Unit) -> None:
+        """The forward of a unit ended: it comes to rest, or keeps its weights for backward."""
+        unit.move_to(Phase.IDLE)
+        if unit.frees_after_forward:
+            unit.reshard(self.streams)
+        if self.in_root_forward:
+            # Backward starts out from the reverse of the order in which forwards end.
+            self._forward_ends.append(unit)
+        if unit is self.root:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        for unit in self.units:
+            if unit.phase is Phase.FORWARD:
+                # Only some of the unit's modules had a part in this forward.
+                unit.forget_rest()
+                self.end_unit_forward(unit)
         self.in_root_forward = False
         self.forward_order.commit()
         self.backward_order.suppose(reversed(self._forward_ends))
         self.prefetch(None)
+        self._drop_chosen()
 
-    def note_forward_end(self, unit: Unit) -> None:
-        """Remember the order in which forwards end; backward starts out from its reverse."""
-        self._forward_ends.append(unit)
+    def abandon_forward(self, unit: Unit) -> None:
+        """The forward of a unit raised: bring it to rest, and if it's the root's, all that ran below."""
+        for other in self.units if unit is self.root else [unit]:
+            if other.phase is Phase.FORWARD:
+                other.forget_rest()
+                other.move_to(Phase.IDLE)
+                other.reshard(self.streams)
+        if unit is self.root:
+            self.in_root_forward = False
+            self.forward_order.begin()
+            self.prefetch(None)
+            self._drop_chosen()
 
-    def prefetch(self, unit: Unit | None) -> None:
-        """Gather ahead for the unit that is expected next, and free what was gathered ahead but didn't come."""
-        ahead, self._ahead = self._ahead, unit
-        if ahead is not None and ahead.prefetched and ahead is not unit:
+    def prefetch(self, expected: Unit | None, chosen: Sequence[Unit] = ()) -> None:
+        """Gather ahead for the unit expected next, and free what was gathered ahead but didn't come.
+
+        Units that a user chose come in place of the expected one, and stay gathered until the pass ends.
+        """
+        ahead, self._ahead = self._ahead, None if chosen else expected
+        if ahead is not None and ahead.prefetched and ahead is not expected and ahead not in chosen:
             ahead.reshard(self.streams)
-        if unit is not None and not unit.is_bound and not unit.prefetched:
+        for unit in chosen:
+            self._gather_ahead(unit)
+            self._chosen_ahead.append(unit)
+        if self._ahead is not None:
+            self._gather_ahead(self._ahead)
+
+    def _gather_ahead(self, unit: Unit) -> None:
+        if not unit.is_bound and not unit.prefetched and unit.context is not None:
             unit.prefetched = True
             unit.start_unshard(self.streams)
+
+    def _drop_chosen(self) -> None:
+        while self._chosen_ahead:
+            unit = self._chosen_ahead.pop()
+            if unit.prefetched:
+                unit.reshard(self.streams)
 
     def begin_recomputation(self) -> None:
         """A forward is recomputed: free the weights of those recomputed before, whose backward didn't come yet."""
@@ -108,6 +149,7 @@ class Context:
         Variable._execution_engine.queue_callback(end)
         self.backward_order.begin()
 
+    @torch.no_grad()
     def end_backward(self) -> None:
         """The whole backward graph ran: bring every unit to rest with its gradients reduced."""
         for unit in self.units:
@@ -115,13 +157,14 @@ class Context:
             if unit.phase is Phase.BACKWARD:
                 unit.move_to(Phase.IDLE)
             self.reduce_gradients(unit, overdue=True)
-        self.finish_reductions()
+        self._chosen_ahead = []
         for unit in self.units:
             unit.prefetched = False
             # A backward may run inside the forward of units that have no part in it.
             if unit.reshard_after_backward and unit.phase is Phase.IDLE:
                 unit.reshard(self.streams)
-        self.expose_gradients()
+        if self.root.is_last_backward:
+            self.settle_gradients()
         self.backward_order.commit()
         self._recomputed = []
         self._end_of_backward = None
@@ -131,6 +174,7 @@ class Context:
         if self._end_of_backward is not None and not self.backward_open:
             self._abandon_backward()
 
+    @torch.no_grad()
     def _abandon_backward(self) -> None:
         """Bring units to rest after a backward that raised; what it gave and wasn't reduced yet is dropped."""
         self.finish_reductions()
@@ -146,18 +190,20 @@ class Context:
 
     # Gradients
 
-    def reduce_gradients(self, unit: Unit, overdue: bool = False) -> None:
+    def reduce_gradients(self, unit: Unit, overdue: bool = False, ran: bool = False) -> None:
         """Collect what autograd gave the unit and start reducing it, as far as this micro-batch asks for.
 
-        ``overdue`` also reduces what earlier micro-batches put off, should this one give no gradient.
+        ``overdue`` also reduces what earlier micro-batches put off, should this one give no gradient. ``ran`` tells
+        that the unit's backward was run, after which a unit may be told to reduce zeros rather than nothing.
         """
         for group in unit.groups:
             gradients = group.gradients
             if gradients is None:
                 continue
             stages = unit.stages_to_run(group)
-            if gradients.has_new() or (overdue and gradients.is_waiting_before(stages)):
-                self._reduce(gradients, stages)
+            unused = ran and unit.reduces_unused
+            if unused or gradients.has_new() or (overdue and gradients.is_waiting_before(stages)):
+                self._reduce(gradients, stages, force=unused)
 
     def _reduce(self, gradients: GroupGradients, stages: int, force: bool = False) -> None:
         # One reduction at a time: the memory of collected gradients is then one group's.
@@ -172,6 +218,7 @@ class Context:
             pending.wait()
             gradients.release()
 
+    @torch.no_grad()
     def finish_grad_sync(self, include_unused: bool = False) -> None:
         """Reduce whatever was put off. ``include_unused`` gives units without any gradient zeros (a collective)."""
         for unit in self.units:
@@ -182,10 +229,12 @@ class Context:
                 unused = include_unused and not gradients.is_exposed
                 if unused or gradients.has_pending or gradients.has_new():
                     self._reduce(gradients, gradients.stages, force=unused)
-        self.finish_reductions()
-        self.expose_gradients()
+        self.settle_gradients()
 
-    def expose_gradients(self) -> None:
+    @torch.no_grad()
+    def settle_gradients(self) -> None:
+        """Finish the reductions in flight and make ``.grad`` final."""
+        self.finish_reductions()
         for gradients in self.all_gradients():
             gradients.expose()
 
@@ -225,6 +274,8 @@ class Context:
         Raises:
             RuntimeError: it was given gathered weights.
         """
+        if not self.root.is_last_backward:
+            self.settle_gradients()
         names = [self._gathered_names[key] for key in _param_ids(optimizer) if key in self._gathered_names]
         if names:
             raise RuntimeError(

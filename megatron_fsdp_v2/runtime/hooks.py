@@ -15,14 +15,6 @@ from .trees import map_tensors, tensors_in
 from .unit import Phase, Unit
 
 
-def install(module: nn.Module, unit: Unit, named_units: Callable[[nn.Module], list[tuple[str, Unit]]]) -> None:
-    """Hook a unit into its module's forward. ``named_units`` lists a module's units with their paths, itself first."""
-    before = partial(_pre_forward, unit, named_units)
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    # Also called when forward raises, so that a caller that goes on finds the unit at rest.
-    module.register_forward_hook(partial(_post_forward, unit), always_call=True)
-
-
 def ensure_context(unit: Unit, named_units: list[tuple[str, Unit]]) -> Context:
     """Make ``unit`` the root of the units below it, unless it belongs to a root already; names units by their paths.
 
@@ -45,62 +37,65 @@ def ensure_context(unit: Unit, named_units: list[tuple[str, Unit]]) -> Context:
     return unit.context
 
 
-def _pre_forward(
+def run_forward(
     unit: Unit,
-    named_units: Callable[[nn.Module], list[tuple[str, Unit]]],
+    named_units: Callable[[Unit], list[tuple[str, Unit]]],
     module: nn.Module,
+    forward: Callable[..., Any],
     args: Any,
     kwargs: Any,
-) -> tuple[Any, Any] | None:
-    context = unit.context or ensure_context(unit, named_units(module))
+) -> Any:
+    """Call ``forward``, which computes with the weights of ``unit`` and belongs to its ``module``.
+
+    ``named_units`` lists the units at and below a unit with their paths, itself first.
+    """
+    if unit.phase is Phase.FORWARD and not unit.awaits(module):
+        # A call from inside the module, or a second one before the rest of its unit ran: everything is in place.
+        return forward(*args, **kwargs)
+    context = unit.context or ensure_context(unit, named_units(unit))
     if in_autograd_backward():
-        if unit.phase is Phase.IDLE:
-            unit.move_to(Phase.FORWARD)
-            context.begin_recomputation()
-        _make_ready(unit, context)
-    else:
-        context.clear_failed_backward()
-        if unit is context.root:
-            context.begin_forward()
-        unit.move_to(Phase.FORWARD)
-        expected = None
-        if context.in_root_forward:
-            expected = context.forward_order.note(unit)
-        else:
-            # A module below the root runs alone: gathers must see what was written to its weights before.
-            context.streams.gather_after_compute()
-        _make_ready(unit, context)
-        context.prefetch(expected)
-        unit.forward_version = unit.weights_version
-    return _prepare_inputs(unit, args, kwargs)
+        return _run_recomputation(unit, context, forward, args, kwargs)
+    try:
+        first = _before_forward(unit, context, module)
+        args, kwargs = _prepare_inputs(unit, args, kwargs, marked=first)
+        output = forward(*args, **kwargs)
+        return _after_forward(unit, context, output)
+    except BaseException:
+        context.abandon_forward(unit)
+        raise
 
 
-def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-    context = unit.context
-    if context is None:
-        # Called although the hook before forward raised.
-        return output
-    recomputed = in_autograd_backward()
+def _before_forward(unit: Unit, context: Context, module: nn.Module) -> bool:
+    """Gather the unit's weights; False if an earlier module of the unit had that done."""
     if unit.phase is Phase.FORWARD:
-        unit.move_to(Phase.IDLE)
-        if recomputed:
-            # Most often the backward of the same weights comes next, so they stay until another forward.
-            context.note_recomputed(unit)
+        unit.note_run(module)
+        return False
+    context.clear_failed_backward()
+    if unit is context.root:
+        context.begin_forward()
+    unit.begin_forward(module)
+    expected = None
+    if context.in_root_forward:
+        expected = context.forward_order.note(unit)
+    else:
+        # A module below the root runs alone: gathers must see what was written to its weights before.
+        context.streams.gather_after_compute()
+    unit.forward_version = _make_ready(unit, context)
+    context.prefetch(expected, unit.forward_prefetch)
+    return True
+
+
+def _after_forward(unit: Unit, context: Context, output: Any) -> Any:
+    over = unit.all_ran
     dtype = unit.mp_policy.output_dtype
-    if dtype is not None:
+    if dtype is not None and over:
         output = map_tensors(output, partial(_cast, dtype=dtype))
-    awaits_backward = False
+    tensors = list(tensors_in(output))
     if torch.is_grad_enabled():
-        awaits_backward = _watch_outputs(unit, output)
-    returns_freed = False
-    if not recomputed:
-        if unit.reshard_after_forward or not awaits_backward:
-            returns_freed = unit.owns_full_memory_of(tensors_in(output))
-            unit.reshard(context.streams)
-        if context.in_root_forward:
-            context.note_forward_end(unit)
-        if unit is context.root:
-            context.end_forward()
+        _watch_outputs(unit, tensors, unit.backward_begun)
+    returns_freed = over and unit.frees_after_forward and unit.owns_full_memory_of(tensors)
+    if over:
+        context.end_unit_forward(unit)
     if returns_freed:
         raise RuntimeError(
             f"unit {unit.name!r} returned its own weights, or a view of them, which are freed after its forward; "
@@ -109,8 +104,39 @@ def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-def _pre_backward(unit: Unit, version: int, grad: Any) -> None:
-    """Prepare for the backward of a call of the module that computed with ``version`` of the weights."""
+def _run_recomputation(unit: Unit, context: Context, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A forward inside a backward graph, where activation checkpointing repeats it."""
+    started = unit.phase is Phase.IDLE
+    if started:
+        unit.move_to(Phase.FORWARD)
+        context.begin_recomputation()
+    try:
+        _make_ready(unit, context)
+        args, kwargs = _prepare_inputs(unit, args, kwargs, marked=True)
+        output = forward(*args, **kwargs)
+    finally:
+        # Checkpointing ends the forward by an exception as soon as it has what it needs.
+        if started:
+            unit.move_to(Phase.IDLE)
+            # Most often the backward of the same weights comes next, so they stay until another forward.
+            context.note_recomputed(unit)
+    dtype = unit.mp_policy.output_dtype
+    if dtype is not None:
+        output = map_tensors(output, partial(_cast, dtype=dtype))
+    if torch.is_grad_enabled():
+        _watch_outputs(unit, list(tensors_in(output)), None)
+    return output
+
+
+def _pre_backward(unit: Unit, version: int, begun: list[bool] | None, grad: Any) -> None:
+    """Prepare for the backward of a call that computed with ``version`` of the weights.
+
+    ``begun`` is what the calls of a unit of several modules share: the first of their backwards prepares for all.
+    """
+    if begun is not None:
+        if begun:
+            return
+        begun.append(True)
     context = unit.context
     assert context is not None
     if unit.phase is Phase.FORWARD:
@@ -120,7 +146,7 @@ def _pre_backward(unit: Unit, version: int, grad: Any) -> None:
             f"a backward with create_graph=True reached unit {unit.name!r}: a second backward through it would read "
             "weights that are freed by then"
         )
-    if version != unit.weights_version:
+    if version != unit.weights_version():
         raise RuntimeError(
             f"the weights of unit {unit.name!r} were written between its forward and its backward, which would "
             "compute gradients with other weights; run backward before the optimizer step or the load"
@@ -130,8 +156,9 @@ def _pre_backward(unit: Unit, version: int, grad: Any) -> None:
     if unit.phase is Phase.IDLE:
         unit.move_to(Phase.BACKWARD)
     expected = context.backward_order.note(unit)
-    _make_ready(unit, context)
-    context.prefetch(expected)
+    if unit.unshard_in_backward:
+        _make_ready(unit, context)
+    context.prefetch(expected, unit.backward_prefetch)
 
 
 def _post_backward(unit: Unit) -> None:
@@ -145,14 +172,16 @@ def _post_backward(unit: Unit) -> None:
         unit.move_to(Phase.IDLE)
     if unit.reshard_after_backward:
         unit.reshard(context.streams)
-    context.reduce_gradients(unit)
+    context.reduce_gradients(unit, ran=True)
 
 
-def _make_ready(unit: Unit, context: Context) -> None:
-    unit.start_unshard(context.streams)
+def _make_ready(unit: Unit, context: Context) -> int:
+    """Put the unit's present weights into its modules; their version."""
+    version = unit.start_unshard(context.streams)
     unit.finish_unshard()
     unit.prefetched = False
     unit.bind_unsharded()
+    return version
 
 
 class _PostBackward(torch.autograd.Function):
@@ -173,15 +202,13 @@ class _PostBackward(torch.autograd.Function):
         return None, *grads
 
 
-def _prepare_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Cast floating-point inputs and mark those whose gradient tells that the unit's backward is over."""
+def _prepare_inputs(unit: Unit, args: Any, kwargs: Any, marked: bool) -> tuple[Any, Any]:
+    """Cast floating-point inputs and mark those whose gradient tells that the unit's backward is over, if asked to."""
     dtype = unit.mp_policy.param_dtype if unit.mp_policy.cast_forward_inputs else None
     inputs = (args, kwargs)
     if dtype is not None:
         inputs = map_tensors(inputs, partial(_cast, dtype=dtype))
-    if torch.is_grad_enabled():
-        inputs = _mark_inputs(unit, inputs)
-    return None if inputs[0] is args and inputs[1] is kwargs else inputs
+    return _mark_inputs(unit, inputs) if marked and torch.is_grad_enabled() else inputs
 
 
 def _mark_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -206,15 +233,17 @@ def _mark_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     return tuple([marked.get(id(value), value) for value in args]), new_kwargs
 
 
-def _watch_outputs(unit: Unit, output: Any) -> bool:
-    """Call the unit before the backward of this call of its module; False if no backward can come."""
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
-    before_backward = partial(_pre_backward, unit, unit.forward_version)
+def _watch_outputs(unit: Unit, tensors: list[torch.Tensor], begun: list[bool] | None) -> None:
+    """Call the unit before the backward of the call that gave these tensors."""
+    tensors = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+    if not tensors:
+        return
+    unit.awaits_backward = True
+    before_backward = partial(_pre_backward, unit, unit.forward_version, begun)
     if len(tensors) == 1:
         tensors[0].register_hook(before_backward)
-    elif tensors:
+    else:
         torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
-    return bool(tensors)
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -37,18 +37,18 @@ _ALLOWED = {
 
 
 class Unit:
-    """State of one module that ``fully_shard`` was called on."""
+    """State of one call of ``fully_shard``: of its module, or its modules, which are gathered and freed together."""
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         mesh: DataParallelMesh,
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
-        self._module = weakref.ref(module)
-        self.name = type(module).__name__
+        self._modules = [weakref.ref(module) for module in modules]
+        self.name = ", ".join([type(module).__name__ for module in modules])
         self.groups = list(groups)
         self.mesh = mesh
         self.mp_policy = mp_policy
@@ -57,21 +57,32 @@ class Unit:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.defers_partial_gradients = False
+        self.reduces_unused = False
+        self.unshard_in_backward = True
+        self.is_last_backward = True
+        # What a user asked to gather ahead, in place of the unit that is expected next.
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
         self.context: Context | None = None
         self.phase = Phase.IDLE
         # Backward calls begun and not ended: a module called twice may run them interleaved.
         self.active_backwards = 0
         self.is_bound = False
         self.prefetched = False
+        # Of the present or last forward: the version of its weights, whether a backward may follow, and, in a unit of
+        # several modules, those that have still to run and what their backwards share.
         self.forward_version = -1
+        self.awaits_backward = False
+        self.backward_begun: list[bool] | None = None
+        self._to_run: set[int] = set()
         self._gather: Pending | None = None
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
 
     @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None
-        return module
+    def modules(self) -> list[nn.Module]:
+        """The modules, in the order given to ``fully_shard``."""
+        modules = [ref() for ref in self._modules]
+        return [module for module in modules if module is not None]
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +100,37 @@ class Unit:
                 "a unit must not call itself, and a backward must not start inside its own forward"
             )
         self.phase = phase
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """The first of the unit's modules is about to run."""
+        self.move_to(Phase.FORWARD)
+        self.awaits_backward = False
+        if len(self._modules) > 1:
+            self._to_run = {id(other) for other in self.modules}
+            self._to_run.discard(id(module))
+            self.backward_begun = []
+
+    def note_run(self, module: nn.Module) -> None:
+        """Another of the unit's modules is about to run."""
+        self._to_run.discard(id(module))
+
+    def awaits(self, module: nn.Module) -> bool:
+        """Whether the module has still to run in the present forward of a unit of several."""
+        return id(module) in self._to_run
+
+    def forget_rest(self) -> None:
+        """Modules that didn't run in the present forward won't."""
+        self._to_run.clear()
+
+    @property
+    def all_ran(self) -> bool:
+        """Whether no module has still to run in the present forward."""
+        return not self._to_run
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether the weights of the present forward are not kept for its backward."""
+        return bool(self.reshard_after_forward) or not self.awaits_backward
 
     def prepare(self) -> None:
         """Build what computing needs. Runs once, when the unit joins a context."""
@@ -127,20 +169,21 @@ class Unit:
                     "those it shows at rest: after backward, under no_grad, or after reshard()"
                 )
 
-    @property
     def weights_version(self) -> int:
         """Grows with every known write to the unit's main weights, or to their gathered copy."""
-        return sum([group.main_version + group.gathered_version for group in self.groups])
+        return sum([group.main_version() + group.gathered_version() for group in self.groups])
 
-    @torch.no_grad()
-    def start_unshard(self, streams: Streams) -> None:
-        """Issue the gather of the unit's weights, unless they are gathered and up to date."""
-        if all([group.is_gathered for group in self.groups]):
-            return
-        self.finish_unshard()
-        with streams.gather_scope():
-            transfers = [transfer for group in self.groups if (transfer := group.start_gather()) is not None]
-            self._gather = streams.issued_gather(gather_together(transfers))
+    def start_unshard(self, streams: Streams) -> int:
+        """Issue the gather of the unit's weights, unless they are gathered and up to date; their version."""
+        versions = [group.main_version() for group in self.groups]
+        stale = [pair for pair in zip(self.groups, versions, strict=True) if not pair[0].is_gathered(pair[1])]
+        if stale:
+            self.finish_unshard()
+            with torch.no_grad(), streams.gather_scope():
+                transfers = [group.start_gather(version) for group, version in stale]
+                works = gather_together([transfer for transfer in transfers if transfer is not None])
+                self._gather = streams.issued_gather(works)
+        return sum(versions) + sum([group.gathered_version() for group in self.groups])
 
     def finish_unshard(self) -> None:
         """Wait until the gathered weights can be read on the present stream."""

@@ -1,26 +1,28 @@
 """Gradients of one parameter group, from autograd to the optimizer.
 
 Gradients pass *stages*, one per data-parallel axis; each stage reduces along its axis. Before every stage stands an
-accumulator that exists only while reduction along the axis is put off. Behind the last stage stand the main gradients.
+accumulator that has memory only while reduction along the axis is put off. Behind the last stage stand the main
+gradients. All buffers are made once; what comes and goes is their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ..memory.allocator import BucketAllocator, BufferSpec
+from ..memory.allocator import BucketAllocator
 from ..precision import GroupPrecision
 from ..strategy import AxisStrategy, Placement, Strategy
-from .buffer import DataParallelBuffer, Placements, piece_sizes, redistribute
+from .buffer import DataParallelBuffer, Placements, redistribute
 from .collectives import Work
-from .dtensor import build_dtensor
 from .layout import GroupLayout
+from .main_gradients import MainGradients
 from .mesh import DataParallelMesh
+from .transient import TransientBuffer
 
 
 class GroupGradients:
@@ -37,40 +39,58 @@ class GroupGradients:
         strategy: Strategy,
         precision: GroupPrecision,
         sharded_params: Sequence[nn.Parameter],
-        names: Sequence[str],
     ) -> None:
         self._layout = layout
         self._mesh = mesh
         self._precision = precision
         self._sharded_params = sharded_params
-        self._names = names
         axes: list[AxisStrategy] = [strategy.shard, *([strategy.outer] if strategy.outer else [])]
         self._deferred = [axis.deferred for axis in axes]
         self._levels = _stage_placements(strategy)
-        self.pending: list[DataParallelBuffer | None] = [None] * len(axes)
-        self.main: DataParallelBuffer | None = None
-        self._exposed: DataParallelBuffer | None = None
-        self._grads: list[DTensor] = []
+        # In main gradients of full size and of the reduction's dtype, new ones can be written and reduced in place.
+        in_full = all([Placement.SHARDED not in level for level in self._levels])
+        self._fits_main = in_full and precision.comm is precision.grads
+        self._average = True
+        self._divisor = 1.0
+        self._sums_only = False
         self._op = dist.ReduceOp.AVG
         self._scale = 1.0
+        self._hook: Callable[[torch.Tensor], None] | None = None
         self._unsharded_params: Sequence[nn.Parameter] = ()
+        self._sent: list[TransientBuffer] = []
+        self._pending: list[TransientBuffer] = []
+        self._main: MainGradients | None = None
+        self._waits = [False] * self.stages
         self._source: DataParallelBuffer | None = None
+        # Whether main gradients were found untouched, where that had to be known before the last stage.
+        self._fresh: bool | None = None
         self._to_expose = False
 
     def prepare(self, allocator: BucketAllocator, unsharded_params: Sequence[nn.Parameter]) -> None:
-        """Build the flat buffer new gradients are written to, with a view per parameter."""
-        self._allocator = allocator
+        """Build the buffers gradients pass through."""
+
+        def transient(level: int, dtype: torch.dtype) -> TransientBuffer:
+            return TransientBuffer(allocator, self._layout, self._mesh, self._levels[level], dtype)
+
         self._unsharded_params = unsharded_params
-        self._flat_spec = BufferSpec(self._layout.full_numel, self._precision.comm, self._mesh.device)
-        flat = allocator.allocate(self, self._flat_spec)
-        sizes = [self._layout.chunk(segment, 1) for segment in range(len(self._layout.chunks))]
-        self._flat = DataParallelBuffer(self._layout, self._mesh, self._levels[0], flat.split(sizes))
-        self._flat_views = self._views(self._flat)
-        allocator.free(self)
+        self._has_inner = any([isinstance(param, DTensor) for param in unsharded_params])
+        # What is sent: before the first stage the gradients whole, behind each stage its result.
+        self._sent = [transient(level, self._precision.comm) for level in range(self.stages + 1)]
+        self._pending = [transient(level, self._precision.grads) for level in range(self.stages)]
+        self._main = MainGradients(
+            allocator, self._layout, self._mesh, self._levels[-1], self._precision, self._sharded_params
+        )
+        self._recast: dict[tuple[int, int], DataParallelBuffer] = {}
+
+    @property
+    def main(self) -> MainGradients:
+        """What reductions add up; only after ``prepare``."""
+        assert self._main is not None
+        return self._main
 
     @property
     def stages(self) -> int:
-        return len(self.pending)
+        return len(self._deferred)
 
     @property
     def stages_before_deferred(self) -> int:
@@ -84,7 +104,7 @@ class GroupGradients:
 
     def is_waiting_before(self, stages: int) -> bool:
         """Whether gradients wait for one of the first ``stages`` stages."""
-        return any(buffer is not None for buffer in self.pending[:stages])
+        return any(self._waits[:stages])
 
     @property
     def is_exposed(self) -> bool:
@@ -93,14 +113,28 @@ class GroupGradients:
 
     def set_reduction(self, average: bool, divisor: float) -> None:
         """Reduce to the average or the sum over all data-parallel ranks, divided by ``divisor``."""
-        self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        self._scale = 1.0 / divisor
+        self._average, self._divisor = average, divisor
+        self._choose_operation()
+
+    def set_sums_only(self, sums_only: bool) -> None:
+        """Whether averages are made of a sum and a division, for communication that can't average."""
+        self._sums_only = sums_only
+        self._choose_operation()
+
+    def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Call ``hook`` on every flat piece of newly reduced gradients, which it may change in place."""
+        self._hook = hook
+
+    def _choose_operation(self) -> None:
+        averages = self._average and not self._sums_only
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        ranks = self._mesh.size if self._average and self._sums_only else 1
+        self._scale = 1.0 / (self._divisor * ranks)
 
     def has_new(self) -> bool:
         """Whether autograd produced gradients that were not collected yet."""
         return any([param.grad is not None for param in self._unsharded_params])
 
-    @torch.no_grad()
     def collect(self, stages: int, force: bool = False) -> bool:
         """Take new gradients in, and tell whether ``reduce(stages)`` has anything to do.
 
@@ -108,23 +142,24 @@ class GroupGradients:
         even when no parameter has one.
         """
         new = self._take_new()
-        pending = self.pending[0]
-        if stages == 0 or pending is not None:
+        if stages == 0 or self._waits[0]:
             if new:
-                self._add_to_pending(new)
-            self._source = None if stages == 0 else self._cast_to_comm(self.pending[0])
-            if stages:
-                self.pending[0] = None
+                self._add_to_first(new)
+            self._source = self._take_pending(0) if stages else None
             return stages > 0
         if not new and not force:
             self._source = None
             return self.is_waiting_before(stages)
-        self._allocator.allocate(self, self._flat_spec)
-        self._write(self._flat_views, new)
-        self._source = self._flat
+        if self._fits_main and stages == self.stages and not self.has_pending:
+            self._fresh = self.main.bind()
+        if self._fresh:
+            self._source = self._as(self.main.buffer, 0)
+            _write(self.main.views, new)
+        else:
+            self._source = self._sent[0].acquire()
+            _write(self._sent[0].views, new)
         return True
 
-    @torch.no_grad()
     def reduce(self, stages: int) -> Iterator[Work]:
         """Run the first ``stages`` stages on what was collected."""
         source = self._source
@@ -136,43 +171,62 @@ class GroupGradients:
                 if source is None:
                     continue
             last = stage + 1 == self.stages
-            fresh = last and self._bind_main()
+            fresh = last and (self.main.bind() if self._fresh is None else self._fresh)
             # Into untouched main gradients of the same dtype the reduction writes by itself.
             direct = fresh and self._precision.comm is self._precision.grads
-            target = self._main_buffer if direct else self._stage_target(stage, source)
+            target = self.main.buffer if direct else self._target_of(stage, source)
             work = redistribute(source, target, self._op)
             if work is not None:
                 yield work
-            self._to_expose = last
-            if last and not direct:
-                operation = torch._foreach_copy_ if fresh else torch._foreach_add_
-                operation(list(self._main_buffer.pieces), list(target.pieces))
-            elif not last:
-                target = self._merge_pending(stage + 1, target, keep=stage + 1 == stages)
-            source = target
+            if last:
+                self._finish(target, fresh, direct)
+            else:
+                source = self._merge_pending(stage + 1, target, keep=stage + 1 == stages)
+        self._source = None
+
+    def _finish(self, reduced: DataParallelBuffer, fresh: bool, direct: bool) -> None:
+        self._fresh = None
+        self._to_expose = True
+        if self._hook is not None:
+            for piece in reduced.pieces:
+                self._hook(piece)
+        if not direct:
+            operation = torch._foreach_copy_ if fresh else torch._foreach_add_
+            operation(list(self.main.buffer.pieces), list(reduced.pieces))
 
     def release(self) -> None:
-        """Give back the memory of the collected gradients; call once their reduction can't read it any more."""
-        self._source = None
-        self._allocator.free(self)
+        """Give back the memory of what was reduced; call once no reduction can read it any more."""
+        for store in self._sent:
+            store.free()
+        for store, waits in zip(self._pending, self._waits, strict=True):
+            if not waits:
+                store.free()
 
-    @torch.no_grad()
     def expose(self) -> None:
         """Make the main gradients visible as ``.grad`` where the optimizer's dtype isn't the accumulation dtype."""
-        if self._to_expose and self._exposed is not None:
-            torch._foreach_copy_(list(self._exposed.pieces), list(self._main_buffer.pieces))
+        if self._to_expose:
+            self.main.show()
         self._to_expose = False
+
+    def free_if_cleared(self) -> None:
+        """Give the memory of main gradients back if ``.grad`` of no parameter shows them any more."""
+        if self._main is not None:
+            self._main.free_if_cleared()
 
     @torch.no_grad()
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply main and pending gradients."""
-        for buffer in (self.main, self._exposed, *self.pending):
-            if buffer is not None:
-                torch._foreach_mul_(list(buffer.pieces), factor)
+        if self._main is not None:
+            self._main.scale(factor)
+        for store, waits in zip(self._pending, self._waits, strict=False):
+            if waits:
+                torch._foreach_mul_(list(store.buffer.pieces), factor)
 
     def drop_pending(self) -> None:
         """Forget gradients whose reduction was put off, and new ones."""
-        self.pending = [None] * self.stages
+        self._waits = [False] * self.stages
+        for store in self._pending:
+            store.free()
         self.drop_new()
 
     def drop_new(self) -> None:
@@ -186,111 +240,67 @@ class GroupGradients:
             return []
         for param in self._unsharded_params:
             param.grad = None
-        return [_local(grad, param) for grad, param in zip(grads, self._unsharded_params, strict=True)]
+        if self._has_inner:
+            return [_local(grad, param) for grad, param in zip(grads, self._unsharded_params, strict=True)]
+        return grads
 
-    def _write(self, views: list[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-        """Overwrite every view: with its gradient, or with zeros."""
-        present = [grad for grad in grads if grad is not None]
-        if len(present) == len(views):
-            torch._foreach_copy_(views, present)
+    def _add_to_first(self, grads: Sequence[torch.Tensor | None]) -> None:
+        store = self._pending[0]
+        if not self._waits[0]:
+            self._waits[0] = True
+            store.acquire()
+            _write(store.views, grads)
             return
-        for view, grad in zip(views, grads or [None] * len(views), strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-
-    def _add_to_pending(self, grads: Sequence[torch.Tensor | None]) -> None:
-        buffer = self.pending[0]
-        if buffer is None:
-            buffer = self.pending[0] = self._new_buffer(self._levels[0], self._precision.grads)
-        pairs = [(view, grad) for view, grad in zip(self._views(buffer), grads, strict=True) if grad is not None]
+        pairs = [(view, grad) for view, grad in zip(store.views, grads, strict=True) if grad is not None]
         torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def _take_pending(self, level: int) -> DataParallelBuffer | None:
-        buffer, self.pending[level] = self.pending[level], None
-        return self._cast_to_comm(buffer)
+        """What waits before a stage, in the dtype it is sent in; it waits no longer."""
+        if not self._waits[level]:
+            return None
+        self._waits[level] = False
+        store = self._pending[level]
+        if self._precision.comm is self._precision.grads:
+            return store.buffer
+        sent = self._sent[level].acquire()
+        torch._foreach_copy_(list(sent.pieces), list(store.buffer.pieces))
+        return sent
 
-    def _merge_pending(self, level: int, reduced: DataParallelBuffer, keep: bool) -> DataParallelBuffer:
+    def _merge_pending(self, level: int, reduced: DataParallelBuffer, keep: bool) -> DataParallelBuffer | None:
         """Add a stage's result to what waits for the next stage; ``keep`` leaves the sum waiting."""
-        buffer = self.pending[level]
-        if buffer is None and not keep:
+        waits = self._waits[level]
+        if not waits and not keep:
             return reduced
-        if buffer is None:
-            buffer = self._new_buffer(self._levels[level], self._precision.grads)
-        torch._foreach_add_(list(buffer.pieces), list(reduced.pieces))
-        self.pending[level] = buffer if keep else None
-        result = self._cast_to_comm(buffer)
-        assert result is not None
-        return result
+        operation = torch._foreach_add_ if waits else torch._foreach_copy_
+        operation(list(self._pending[level].acquire().pieces), list(reduced.pieces))
+        self._waits[level] = True
+        return None if keep else self._take_pending(level)
 
-    def _cast_to_comm(self, buffer: DataParallelBuffer | None) -> DataParallelBuffer | None:
-        if buffer is None or buffer.dtype is self._precision.comm:
-            return buffer
-        pieces = [piece.to(self._precision.comm) for piece in buffer.pieces]
-        return DataParallelBuffer(self._layout, self._mesh, buffer.placements, pieces)
-
-    def _stage_target(self, stage: int, source: DataParallelBuffer) -> DataParallelBuffer:
+    def _target_of(self, stage: int, source: DataParallelBuffer) -> DataParallelBuffer:
         if self._levels[stage + 1][stage] is Placement.REPLICATED:
-            return DataParallelBuffer(self._layout, self._mesh, self._levels[stage + 1], source.pieces)
-        # The reduction writes all of it, so zeroing it first would be a copy for nothing.
-        sizes = piece_sizes(self._layout, self._mesh, self._levels[stage + 1])
-        flat = torch.empty(sum(sizes), dtype=self._precision.comm, device=self._mesh.device)
-        return DataParallelBuffer(self._layout, self._mesh, self._levels[stage + 1], flat.split(sizes))
+            return self._as(source, stage + 1)
+        return self._sent[stage + 1].acquire()
 
-    @property
-    def _main_buffer(self) -> DataParallelBuffer:
-        assert self.main is not None
-        return self.main
+    def _as(self, buffer: DataParallelBuffer, level: int) -> DataParallelBuffer:
+        """The same memory under the placements of another level, which leave its size as it is."""
+        key = (id(buffer.pieces[0]), level)
+        known = self._recast.get(key)
+        if known is None or known.pieces is not buffer.pieces:
+            known = self._recast[key] = DataParallelBuffer(self._layout, self._mesh, self._levels[level], buffer.pieces)
+        return known
 
-    def _bind_main(self) -> bool:
-        """Bind ``.grad`` of every sharded parameter to the main gradients; True if nothing is in them to keep.
 
-        A gradient that the user set to None starts from zero; one that the user replaced is taken over.
-        """
-        params = self._sharded_params
-        if self.main is None:
-            self._allocate_main()
-        current = [param.grad for param in params]
-        if all([grad is mine for grad, mine in zip(current, self._grads, strict=True)]):
-            self._take_back_exposed()
-            return False
-        fresh = all([grad is None for grad in current])
-        if not fresh:
-            self._take_back_exposed()
-            for index, (grad, mine) in enumerate(zip(current, self._grads, strict=True)):
-                if grad is None:
-                    self._main_buffer.param_rows(index).zero_()
-                elif grad is not mine:
-                    assert isinstance(grad, DTensor)
-                    self._main_buffer.param_rows(index).copy_(grad.to_local())
-        for param, mine in zip(params, self._grads, strict=True):
-            param.grad = mine
-        return fresh
-
-    def _allocate_main(self) -> None:
-        self.main = exposed = self._new_buffer(self._levels[-1], self._precision.grads)
-        if self._precision.grads is not self._precision.main:
-            self._exposed = exposed = self._new_buffer(self._levels[-1], self._precision.main)
-        for index, param in enumerate(self._sharded_params):
-            assert isinstance(param, DTensor)
-            self._grads.append(
-                build_dtensor(exposed.param_rows(index), param.device_mesh, param.placements, tuple(param.shape))
-            )
-
-    def _take_back_exposed(self) -> None:
-        """Let a change of ``.grad`` (clipping, zeroing) reach main gradients of another dtype."""
-        if self._exposed is None or self.main is None:
-            return
-        for shown, kept in zip(self._exposed.pieces, self.main.pieces, strict=True):
-            changed = shown != kept.to(shown.dtype)
-            kept.copy_(torch.where(changed, shown.to(kept.dtype), kept))
-
-    def _new_buffer(self, placements: Placements, dtype: torch.dtype) -> DataParallelBuffer:
-        return DataParallelBuffer.allocate(self._layout, self._mesh, placements, dtype)
-
-    def _views(self, buffer: DataParallelBuffer) -> list[torch.Tensor]:
-        return [buffer.param_rows(index) for index in range(len(self._names))]
+def _write(views: list[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Overwrite every view: with its gradient, or with zeros."""
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
+        return
+    for view, grad in zip(views, grads or [None] * len(views), strict=True):
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(grad)
 
 
 def _stage_placements(strategy: Strategy) -> list[Placements]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..memory.allocator import BucketAllocator, BufferSpec
+from ..memory.allocator import BucketAllocator
 from ..precision import GroupPrecision
 from ..strategy import Placement as BufferPlacement
 from ..strategy import Strategy
@@ -21,6 +21,7 @@ from .dtensor import RowShard, build_dtensor
 from .gradients import GroupGradients
 from .layout import GroupLayout, plan_layout
 from .mesh import DataParallelMesh
+from .transient import TransientBuffer
 
 # Attributes of a parameter that belong to the object: what makes it a DTensor, and the mark of its unit.
 _NOT_COPIED = ("_spec", "_local_tensor", "_fsdp_owner")
@@ -83,7 +84,7 @@ class ParameterGroup:
         self.unsharded_params: list[nn.Parameter] = []
         self.gradients: GroupGradients | None = None
         if self.trainable:
-            self.gradients = GroupGradients(self.layout, mesh, strategy, precision, self.sharded_params, self.names)
+            self.gradients = GroupGradients(self.layout, mesh, strategy, precision, self.sharded_params)
         self._writes = 0
         self._gathered_writes = 0
         self._compute_version: int | None = None
@@ -91,14 +92,15 @@ class ParameterGroup:
 
     def prepare(self, allocator: BucketAllocator) -> None:
         """Build the parameters to compute with. Needed once, before the first ``start_gather``."""
-        self._allocator = allocator
         self.full = self.compute
         if self.gathers_per_use:
-            self.full = self._transient_full()
+            placements = Placements(BufferPlacement.REPLICATED, self.compute.placements.outer)
+            self._transient = TransientBuffer(allocator, self.layout, self.mesh, placements, self.precision.compute)
+            self.full = self._transient.acquire()
         for index in range(len(self.names)):
             self.unsharded_params.append(self._unsharded_param(index))
-        self._free_full()
-        self._gathered_writes = self.gathered_version
+        self.release()
+        self._gathered_writes = self.gathered_version()
         if self.gradients:
             self.gradients.prepare(allocator, self.unsharded_params)
 
@@ -107,20 +109,18 @@ class ParameterGroup:
         """Whether the gathered weights are a transient buffer that each use fills."""
         return self.strategy.weights_resharded
 
-    @property
     def main_version(self) -> int:
         """A number that grows whenever main weights are known to have been written."""
         params = zip(self.sharded_params, self.local_params, strict=True)
         return self._writes + sum([param._version + local._version for param, local in params])
 
-    @property
     def gathered_version(self) -> int:
         """A number that grows whenever somebody else than a gather is known to have written the gathered weights."""
         return sum([param._version for param in self.unsharded_params])
 
     def lost_writes(self) -> bool:
         """Whether gathered weights were written since the last call. Main weights don't hear of it."""
-        before, self._gathered_writes = self._gathered_writes, self.gathered_version
+        before, self._gathered_writes = self._gathered_writes, self.gathered_version()
         if before == self._gathered_writes:
             return False
         self.mark_updated()
@@ -130,20 +130,15 @@ class ParameterGroup:
         """Declare that main weights were written in a way no version counter shows."""
         self._writes += 1
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the gathered buffer holds the present main weights."""
-        return self._full_version is not None and self._full_version == self.main_version
+    def is_gathered(self, version: int) -> bool:
+        """Whether the gathered buffer holds this version of the main weights."""
+        return self._full_version == version
 
-    def start_gather(self) -> tuple[DataParallelBuffer, DataParallelBuffer] | None:
-        """Bring weights up to date as far as that needs no last all-gather; return that gather's (source, target).
+    def start_gather(self, version: int) -> tuple[DataParallelBuffer, DataParallelBuffer] | None:
+        """Bring weights up to ``version`` as far as that needs no last all-gather; return that one's (source, target).
 
-        None when the gathered weights are up to date already. The caller issues the gather, so that the groups of a
-        unit share one call, and then calls ``finish_gather``.
+        None where nothing is left to gather. The caller issues the gather, so that the groups of a unit share one call.
         """
-        version = self.main_version
-        if self._full_version == version:
-            return None
         steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
         if self._compute_version != version:
             if self.main is not self._own_compute:
@@ -151,7 +146,7 @@ class ParameterGroup:
             steps = list(self._refresh_steps)
         last = None
         if self.gathers_per_use:
-            self._allocator.allocate(self, self._full_spec)
+            self._transient.acquire()
             last = (self.compute, self.full)
         elif steps:
             last = steps.pop()
@@ -169,12 +164,8 @@ class ParameterGroup:
     def release(self) -> None:
         """Give the gathered weights' memory back, if they are a transient buffer."""
         if self.gathers_per_use:
-            self._free_full()
-
-    def _free_full(self) -> None:
-        if self.gathers_per_use:
             self._full_version = None
-            self._allocator.free(self)
+            self._transient.free()
 
     @property
     def _cut_by_outer(self) -> bool:
@@ -197,14 +188,6 @@ class ParameterGroup:
                 target = self.compute.part(placements)
                 self._refresh_steps.append((current, target))
                 current = target
-
-    def _transient_full(self) -> DataParallelBuffer:
-        self._full_spec = BufferSpec(self.layout.full_numel, self.precision.compute, self.mesh.device)
-        outer = self.compute.placements.outer
-        placements = Placements(BufferPlacement.REPLICATED, outer)
-        flat = self._allocator.allocate(self, self._full_spec)
-        sizes = [self.layout.chunk(segment, 1) for segment in range(len(self.layout.chunks))]
-        return DataParallelBuffer(self.layout, self.mesh, placements, flat.split(sizes))
 
     def _sharded_param(self, index: int, source: ParamSource) -> nn.Parameter:
         rows = self.main.param_rows(index)

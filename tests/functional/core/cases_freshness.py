@@ -291,8 +291,8 @@ class counted_gathers:
             group.start_gather = partial(self._start, group, group.start_gather)
         return self._issued
 
-    def _start(self, group: Any, start: Callable[[], Any]) -> Any:
-        transfer = start()
+    def _start(self, group: Any, start: Callable[[int], Any], version: int) -> Any:
+        transfer = start(version)
         self._issued += [] if transfer is None else [group]
         return transfer
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from megatron_fsdp_v2 import fully_shard
+from tests.functional.core.cases_hooks import Chain
 from tests.functional.core.cases_support import (
     STRATEGIES,
     WIDTH,
@@ -329,3 +330,14 @@ def weights_kept_between_forward_and_backward_or_after(ranks: Ranks) -> None:
     duel.model.zero_grad()
     duel.model.set_reshard_after_backward(True)
     duel.train()
+
+
+@case(worlds=(1, 2, 3), strategies=(ZERO_3, "optim"))
+def a_unit_that_calls_itself(ranks: Ranks, strategy: str) -> None:
+    class Recursive(Block):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            return self(super().forward(x), depth - 1) if depth else x
+
+    duel = Duel(ranks, Chain(Recursive(), Block()), shard_net(strategy))
+    duel.train()
+    assert_at_rest(duel.model)

@@ -24,7 +24,6 @@ from tests.functional.core.cases_support import (
     Ranks,
     assert_at_rest,
     case,
-    gathered,
     refused,
     shard_net,
     squared,
@@ -214,20 +213,6 @@ def second_derivatives(ranks: Ranks, strategy: str) -> None:
     torch.testing.assert_close(slope, expected)
     assert_at_rest(duel.model)
     assert all(param.grad is None for param in duel.model.parameters())
-    duel.train()
-
-
-@case(worlds=(1, 2))
-def a_unit_that_calls_itself(ranks: Ranks) -> None:
-    class Recursive(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self(x)
-
-    duel = Duel(ranks, Chain(Recursive(), Block()), shard_net(ZERO_3))
-    with refused(RuntimeError, "layers.0", "must not call itself"):
-        duel.loss(squared, duel.data())
-    assert gathered(duel.model) == []
-    Recursive.forward = Block.forward  # type: ignore[method-assign]
     duel.train()
 
 

@@ -76,8 +76,8 @@ class Trace:
         for index, layer in enumerate(self.net.layers):
             layer.name, layer.events = f"layers.{index}", self.events
 
-    def _gather(self, unit: Any, start: Any) -> Any:
-        transfer = start()
+    def _gather(self, unit: Any, start: Any, version: int) -> Any:
+        transfer = start(version)
         if transfer is not None:
             self.events.append(f"gather {unit.name}")
             below_root = [name for name in gathered(self.net) if name != "Net"]
@@ -85,7 +85,7 @@ class Trace:
         return transfer
 
     def _release(self, unit: Any, group: Any, release: Any) -> None:
-        if group.gathers_per_use and group.is_gathered:
+        if group.gathers_per_use and group.is_gathered(group.main_version()):
             self.events.append(f"free {unit.name}")
         release()
 

@@ -256,7 +256,8 @@ def own_rows(ours: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def units_of(root: nn.Module) -> list[Any]:
     """The units of a module and of those below it, itself first."""
-    return [module._fsdp_unit for module in root.modules() if isinstance(module, FSDPModule)]
+    units = [module._fsdp_unit for module in root.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(units))
 
 
 def gathered(root: nn.Module) -> list[str]:
@@ -286,8 +287,7 @@ def assert_at_rest(root: nn.Module) -> None:
         for group in unit.groups:
             assert all(param.grad is None for param in group.unsharded_params), f"{unit.name} kept a full gradient"
             if group.gradients is not None and unit.context is not None:
-                flat = group.gradients._flat.pieces[0].untyped_storage().nbytes()
-                assert flat == 0, f"{unit.name} kept its unreduced gradients"
+                assert not any(store.is_live for store in group.gradients._sent), f"{unit.name} kept what it sent"
     context = units_of(root)[0].context
     if context is not None:
         assert not context.backward_open

@@ -22,6 +22,7 @@ from tests.functional.core.cases_support import (
     sgd,
     shard_net,
     squared,
+    units_of,
 )
 
 
@@ -167,14 +168,54 @@ def gradients_are_bound_once(ranks: Ranks, strategy: str) -> None:
     """`.grad` is the same object in every micro-batch and step, whichever way it is cleared."""
     duel = Duel(ranks, Net(), shard_net(strategy))
     duel.backward()
-    first = {name: (param.grad, param.grad._local_tensor.data_ptr()) for name, param in duel.model.named_parameters()}
+    # Held by their ids alone: gradients that somebody keeps are left to them.
+    first = gradient_ids(duel.model)
     for clear in (lambda: None, duel.model.zero_grad, lambda: duel.optimizer.zero_grad(set_to_none=False)):
         for _ in range(2):
             duel.backward()
-            for name, param in duel.model.named_parameters():
-                assert param.grad is first[name][0], f"{name}.grad was rebound"
-                assert param.grad._local_tensor.data_ptr() == first[name][1]
+            assert gradient_ids(duel.model) == first
         clear()
+
+
+def gradient_ids(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(param.grad), id(param.grad._local_tensor)) for name, param in model.named_parameters()}
+
+
+@case(strategies=STRATEGIES)
+def main_gradients_have_memory_only_until_cleared(ranks: Ranks, strategy: str) -> None:
+    duel = Duel(ranks, Net(), shard_net(strategy))
+
+    def held() -> int:
+        stores = [group.gradients.main._store for unit in units_of(duel.model) for group in unit.groups]
+        return sum(store.buffer.pieces[0].untyped_storage().nbytes() for store in stores if store.is_live)
+
+    duel.backward()
+    assert held() > 0
+    duel.model.zero_grad()
+    assert held() == 0
+    duel.backward()
+    assert held() > 0
+    duel.optimizer.zero_grad()
+    duel.loss(squared, duel.data())
+    assert held() == 0, "plain optimizers clear without a word; the next forward notices"
+
+
+@case(strategies=STRATEGIES)
+def gradients_that_somebody_keeps(ranks: Ranks, strategy: str) -> None:
+    """They stay what they are when later steps have theirs, whichever tensor of theirs is kept."""
+    duel = Duel(ranks, Net(), shard_net(strategy))
+    keepers = [lambda grad: grad, lambda grad: grad.to_local(), lambda grad: grad.detach(), lambda grad: grad[:1]]
+    for keep in keepers:
+        duel.backward()
+        kept = keep(duel.model.scale.grad)
+        before = kept.clone()
+        duel.step()
+        duel.backward()
+        duel.step()
+        assert (kept.to_local() if isinstance(kept, DTensor) else kept).equal(
+            before.to_local() if isinstance(before, DTensor) else before
+        )
+    duel.compare_weights()
 
 
 @contextmanager
