@@ -77,7 +77,10 @@ class Meter:
     def note_loss(self, loss: torch.Tensor) -> None:
         """The loss of this rank; the mean of all ranks is kept. Waits for the device."""
         dist.all_reduce(loss)
-        self.losses.append(loss.item() / dist.get_world_size())
+        mean = loss.item() / dist.get_world_size()
+        if not math.isfinite(mean):
+            raise RuntimeError(f"the loss of step {len(self.losses) + 1} is {mean}; a smaller --lr may help")
+        self.losses.append(mean)
 
 
 Train = Callable[[str, Options, DeviceMesh, Meter], None]
@@ -102,22 +105,23 @@ def command(train: Train, defaults: Options, title: str, loss_unit: str) -> None
 
     @app.command(help=f"{title}: train with FSDP2 and with megatron_fsdp_v2 from the same seed, and compare.")
     def main(
-        fsdp: Annotated[Fsdp, typer.Option(help="Where fully_shard comes from; both: one after the other.")] = Fsdp.both,
+        fsdp: Annotated[Fsdp, typer.Option(help="Whose fully_shard; both: one after the other.")] = Fsdp.both,
         steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = defaults.steps,
         batch: Annotated[int, typer.Option(min=1, help="Samples per rank and micro-batch.")] = defaults.batch,
         micro_batches: Annotated[int, typer.Option(min=1, help="Per step.")] = defaults.micro_batches,
         layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = defaults.layers,
         width: Annotated[int, typer.Option(min=HEAD_SIZE, help=f"A multiple of {HEAD_SIZE}.")] = defaults.width,
-        lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = defaults.lr,
-        max_norm: Annotated[float, typer.Option(min=0, help="Gradients are clipped to it.")] = defaults.max_norm,
+        lr: Annotated[float, typer.Option(help="Highest learning rate.")] = defaults.lr,
+        max_norm: Annotated[float, typer.Option(help="Gradients are clipped to it.")] = defaults.max_norm,
         bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16, reduce in float32.")] = False,
         checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Recompute activations in backward.")] = False,
         seed: Annotated[int, typer.Option(min=0)] = defaults.seed,
         device: Annotated[Device, typer.Option(help="auto: GPUs if there are any.")] = Device.auto,
-        plot: Annotated[Path | None, typer.Option(metavar="PATH.png", help="Draw losses and memory.")] = None,
-        json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all figures.")] = None,
+        plot: Annotated[Path | None, typer.Option(metavar="FILE.png", dir_okay=False, help="Draw them.")] = None,
+        json: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write every value.")] = None,
     ) -> None:
-        _check(width, plot, json)
+        _check_numbers(width, lr, max_norm)
+        _check_paths(plot, json)
         options = Options(steps, batch, layers, width, lr, micro_batches, max_norm, bf16, checkpoint, seed)
         chosen = [Fsdp.torch, Fsdp.v2] if fsdp is Fsdp.both else [fsdp]
         with _process_group(device) as mesh:
@@ -145,9 +149,15 @@ def _on_this_rank(app: typer.Typer) -> None:
             sys.exit(0 if stop.code == 2 else stop.code)
 
 
-def _check(width: int, plot: Path | None, json: Path | None) -> None:
+def _check_numbers(width: int, lr: float, max_norm: float) -> None:
     if width % HEAD_SIZE:
         raise typer.BadParameter(f"{width} is no multiple of {HEAD_SIZE}, the size of a head", param_hint="--width")
+    for option, value in (("--lr", lr), ("--max-norm", max_norm)):
+        if not (math.isfinite(value) and value > 0):
+            raise typer.BadParameter(f"{value} is no positive number", param_hint=option)
+
+
+def _check_paths(plot: Path | None, json: Path | None) -> None:
     for option, path in (("--plot", plot), ("--json", json)):
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.resolve().parent}", param_hint=option)

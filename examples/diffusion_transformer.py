@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 DIGITS = Path(__file__).with_name("data") / "digits.csv.gz"
 SIZE, PATCH, CLASSES = 8, 2, 10
 TOKENS = (SIZE // PATCH) ** 2
-DEFAULTS = Options(steps=60, batch=32, layers=4, width=128, lr=2e-3)
+DEFAULTS = Options(steps=30, batch=16, layers=3, width=128, lr=2e-3)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """Velocity (batch, SIZE, SIZE) of images of that shape at the times (batch,) in 0..1, given their classes (batch,)."""
+    """Velocity of images, both (batch, SIZE, SIZE), at the times (batch,) in 0..1, given their classes (batch,)."""
 
     def __init__(self, layers: int, width: int, recompute: bool) -> None:
         super().__init__()
@@ -140,4 +140,4 @@ def train(fsdp: str, options: Options, mesh: DeviceMesh, meter: Meter) -> None:
 
 
 if __name__ == "__main__":
-    command(train, DEFAULTS, title="Diffusion transformer", loss_unit="mean squared error of the velocity")
+    command(train, DEFAULTS, title="Diffusion transformer", loss_unit="MSE of the velocity")

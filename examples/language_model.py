@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 256
 LENGTH = 64
-DEFAULTS = Options(steps=60, batch=8, layers=4, width=128, lr=3e-3)
+DEFAULTS = Options(steps=30, batch=4, layers=3, width=128, lr=3e-3)
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Decoder-only transformer: bytes (batch, LENGTH) to logits (batch, LENGTH, VOCABULARY) of the byte that follows."""
+    """Decoder-only transformer: bytes (batch, LENGTH) to logits (batch, LENGTH, VOCABULARY) of the next ones."""
 
     def __init__(self, layers: int, width: int, recompute: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
 
 
 def text_batches(batch: int, seed: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (tokens, the token after each), int64 of (batch, LENGTH): random places of Python's language reference."""
+    """Endless (tokens, the token after each), int64 (batch, LENGTH): random places of Python's language reference."""
     text = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     while True:

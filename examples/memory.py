@@ -53,8 +53,8 @@ class _Sampler(TorchDispatchMode):
 class MemoryWatch:
     """Follows a training from before its model exists, so that no tensor escapes, and samples one of its steps.
 
-    Tensors are counted by torch's ``MemTracker`` on the CPU and by the allocator on a GPU. The phases are the forward and
-    the backward of each micro-batch (loss and gradient clipping included in the latter) and the optimizer.
+    Tensors are counted by torch's ``MemTracker`` on the CPU and by the allocator on a GPU. The phases are the forward
+    and the backward of each micro-batch (loss and gradient clipping included in the latter) and the optimizer.
     """
 
     def __init__(self, device: torch.device) -> None:
