@@ -23,8 +23,8 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 RANK = int(os.environ.get("RANK", "0"))
-# The third one is sampled: by then the optimizer has its states and all buffers are there.
-STEPS_UNDER_WATCH = 3
+# The second one is sampled: by then the optimizer has its states and all buffers are there.
+STEPS_UNDER_WATCH = 2
 NAMES = {"torch": "FSDP2", "v2": "megatron_fsdp_v2"}
 
 
@@ -125,7 +125,7 @@ def command(train: Train, defaults: Options, title: str, loss_unit: str) -> None
         options = Options(steps, batch, layers, width, lr, micro_batches, max_norm, bf16, checkpoint, seed)
         chosen = [Fsdp.torch, Fsdp.v2] if fsdp is Fsdp.both else [fsdp]
         with _process_group(device) as mesh:
-            place = f"{mesh.size()} {'rank' if mesh.size() == 1 else 'ranks'} on {mesh.device_type}"
+            place = f"{mesh.size()} {'rank' if mesh.size() == 1 else 'ranks'} on {mesh.device_type.upper()}"
             runs = [_run(train, name, options, mesh) for name in chosen]
             report = Report(title, loss_unit, place, asdict(options), runs)
         if RANK == 0:
