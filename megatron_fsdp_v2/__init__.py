@@ -1,7 +1,8 @@
 """Sharded data-parallel training for torch."""
 
 from .fully_shard import fully_shard
-from .module import FSDPModule, UnshardHandle
+from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .offload import CPUOffloadPolicy, OffloadPolicy
 from .optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .precision import MixedPrecisionPolicy
 from .sharding.buffer import DataParallelBuffer
@@ -9,9 +10,11 @@ from .sharding.dtensor import full_tensor
 from .sharding.parameter_group import ParameterGroup
 
 __all__ = [
+    "CPUOffloadPolicy",
     "DataParallelBuffer",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParameterGroup",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -19,4 +22,6 @@ __all__ = [
     "full_tensor",
     "fully_shard",
     "get_total_norm",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 
 from .arguments import check_flag, check_positive
+from .refused import RefusedMethods
 from .runtime.context import Context
 from .runtime.hooks import ensure_context, run_forward
 from .runtime.unit import Unit
@@ -30,7 +32,7 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule:
+class FSDPModule(RefusedMethods):
     """Mixed into the class of every module that ``fully_shard`` was called on.
 
     Methods with ``recurse`` act on the units below too, by default.
@@ -91,6 +93,36 @@ class FSDPModule:
         """Whether weights are freed after backward; keeping them saves a gather for the next micro-batch."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this unit's weights. An embedding's, for one, doesn't."""
+        self._set("unshard_in_backward", unshard_in_backward, recurse=False)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether a unit whose backward gave none of its parameters a gradient reduces zeros, as other ranks may not.
+
+        Where some parameters have one, the others always count as zero.
+        """
+        self._set("reduces_unused", reduce_scatter_unused_params, recurse)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward of this root waits for its last reduction; without, ``.grad`` isn't final after it.
+
+        The first optimizer step, ``zero_grad`` or later backward waits in any case.
+        """
+        self._set("is_last_backward", is_last_backward, recurse=False)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these modules' units ahead in this unit's forward, in place of the one that ran next the last time.
+
+        Raises:
+            TypeError: one of them isn't sharded.
+        """
+        self._fsdp_unit.forward_prefetch = _units_of("modules", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """The same for this unit's backward."""
+        self._fsdp_unit.backward_prefetch = _units_of("modules", modules)
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by ``factor``, in place of averaging. For this unit alone.
 
@@ -99,9 +131,44 @@ class FSDPModule:
             ValueError: the factor isn't positive and finite.
         """
         check_positive("factor", factor)
-        for group in self._fsdp_unit.groups:
-            if group.gradients is not None:
-                group.gradients.set_reduction(average=False, divisor=factor)
+        for gradients in _gradients([self._fsdp_unit]):
+            gradients.set_reduction(average=False, divisor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's older name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether this unit's averages are made of a sum and a division, for communication that can't average."""
+        check_flag("enable", enable)
+        for gradients in _gradients([self._fsdp_unit]):
+            gradients.set_sums_only(enable)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` on each flat piece of this unit's reduced gradients, in the communication dtype.
+
+        It runs before they are added to the main gradients and may change them in place.
+
+        Raises:
+            ValueError: ``stream`` is given; the hook runs on the stream that reduced.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be a function, got {type(hook).__name__}")
+        if stream is not None:
+            raise ValueError("stream can't be chosen: the hook runs on the stream that reduced; switch inside the hook")
+        for gradients in _gradients([self._fsdp_unit]):
+            gradients.set_hook(hook)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's gathers wait for ``event`` rather than for all that the present stream was given."""
+        self._fsdp_unit.post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """After a forward or backward that raised: bring all units to rest; gradients not reduced yet are lost.
+
+        The next pass does that by itself; here it's done at once, and gradients whose reduction was put off go too.
+        """
+        self._context().reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -218,6 +285,46 @@ def named_units_of(unit: Unit) -> list[tuple[str, Unit]]:
 def units_below(module: Any) -> list[Unit]:
     """Units of a module and its submodules, in the order of ``modules()``."""
     return [unit for _, unit in named_units(module)]
+
+
+def _units_of(name: str, modules: object) -> tuple[Unit, ...]:
+    if not isinstance(modules, Sequence):
+        raise TypeError(f"{name} must be a list of sharded modules, got {type(modules).__name__}")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"{name} must hold sharded modules, got {type(module).__name__}; call fully_shard on it")
+    return tuple(dict.fromkeys([module._fsdp_unit for module in modules]))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module than ``forward`` gather its weights too; a no-op for other modules.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"method_name {method_name!r}: {type(module).__name__} has no such method")
+
+    @wraps(method)
+    def with_weights(*args: Any, **kwargs: Any) -> Any:
+        return run_forward(module._fsdp_unit, named_units_of, module, method, args, kwargs)
+
+    setattr(module, method_name, with_weights)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let several roots, such as the pipeline stages of a rank, use the communication streams of the first one.
+
+    Raises:
+        TypeError: one of them isn't sharded.
+    """
+    units = _units_of("modules", modules)
+    contexts = [unit.context or ensure_context(unit, named_units_of(unit)) for unit in units]
+    for context in contexts:
+        context.streams = contexts[0].streams
 
 
 def _gradients(units: list[Unit]) -> list[GroupGradients]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..memory.allocator import BucketAllocator, DynamicAllocator
 from ..sharding.gradients import GroupGradients
+from ..sharding.mesh import DataParallelMesh, among_neighbours
 from ..sharding.parameter_group import ParameterGroup
 from .order import OrderRecorder
 from .streams import Pending, Streams
@@ -43,7 +45,20 @@ class Context:
             for unit in self.units:
                 unit.context = self
                 unit.prepare()
+            self._prepare_parts()
         self._watch_optimizers()
+
+    def _prepare_parts(self) -> None:
+        neighbours: dict[tuple[Any, int], DataParallelMesh] = {}
+        for unit in self.units:
+            ranks = unit.shared_among
+            if ranks is None:
+                continue
+            key = (unit.mesh.shard.group, ranks)
+            if key not in neighbours:
+                neighbours[key] = among_neighbours(unit.mesh, ranks)
+            for group in unit.groups:
+                group.prepare_part(replace(unit.mesh, shard=neighbours[key].shard))
 
     # Forward and backward passes
 
@@ -57,13 +72,14 @@ class Context:
         self.in_root_forward = True
         self.forward_order.begin()
         self._forward_ends = []
-        self.streams.gather_after_compute()
+        event, self.root.post_optim_event = self.root.post_optim_event, None
+        self.streams.gather_after_compute(event)
 
     def end_unit_forward(self, unit: Unit) -> None:
         """The forward of a unit ended: it comes to rest, or keeps its weights for backward."""
         unit.move_to(Phase.IDLE)
         if unit.frees_after_forward:
-            unit.reshard(self.streams)
+            unit.reshard(self.streams, keep_part=unit.awaits_backward and unit.shared_among is not None)
         if self.in_root_forward:
             # Backward starts out from the reverse of the order in which forwards end.
             self._forward_ends.append(unit)
@@ -168,6 +184,13 @@ class Context:
         self.backward_order.commit()
         self._recomputed = []
         self._end_of_backward = None
+
+    def reset(self) -> None:
+        """Bring every unit to rest after a pass that raised, and forget the gradients it left anywhere."""
+        self.abandon_forward(self.root)
+        self._abandon_backward()
+        for gradients in self.all_gradients():
+            gradients.drop_pending()
 
     def clear_failed_backward(self) -> None:
         """Bring units to rest if a backward raised since."""

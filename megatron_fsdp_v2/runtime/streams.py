@@ -30,8 +30,8 @@ class Streams:
         """Where gathers are issued and gathered memory is allocated and freed."""
         return nullcontext()
 
-    def gather_after_compute(self) -> None:
-        """Order later gathers behind what compute was given so far."""
+    def gather_after_compute(self, event: Any = None) -> None:
+        """Order later gathers behind what compute was given so far, or up to an event it recorded."""
 
     def issued_gather(self, works: list[Work]) -> Pending:
         """Turn just issued gathers into something compute can wait on."""
@@ -58,8 +58,11 @@ class DeviceStreams(Streams):
     def gather_scope(self) -> AbstractContextManager[Any]:
         return self._module.stream(self._gather)  # type: ignore[no-any-return]
 
-    def gather_after_compute(self) -> None:
-        self._gather.wait_stream(self._module.current_stream())
+    def gather_after_compute(self, event: Any = None) -> None:
+        if event is None:
+            self._gather.wait_stream(self._module.current_stream())
+        else:
+            self._gather.wait_event(event)
 
     def issued_gather(self, works: list[Work]) -> Pending:
         for work in works:

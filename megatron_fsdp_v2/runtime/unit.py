@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -60,6 +60,7 @@ class Unit:
         self.reduces_unused = False
         self.unshard_in_backward = True
         self.is_last_backward = True
+        self.post_optim_event: Any = None
         # What a user asked to gather ahead, in place of the unit that is expected next.
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
@@ -205,8 +206,17 @@ class Unit:
                 params[name] = sharded
             self.is_bound = False
 
-    def reshard(self, streams: Streams) -> None:
-        """Show the sharded parameters and free gathered weights that a later use gathers again."""
+    @property
+    def shared_among(self) -> int | None:
+        """How many neighbours keep the weights between them from forward to backward; None: the whole shard axis."""
+        ranks = self.reshard_after_forward
+        return None if ranks is None or isinstance(ranks, bool) else ranks
+
+    def reshard(self, streams: Streams, keep_part: bool = False) -> None:
+        """Show the sharded parameters and free gathered weights that a later use gathers again.
+
+        With ``keep_part`` the rank's part of them stays, where they are to be gathered again among a few neighbours.
+        """
         self.finish_unshard()
         self.prefetched = False
         self.bind_sharded()
@@ -214,6 +224,10 @@ class Unit:
             streams.gather_after_compute()
             with streams.gather_scope():
                 for group in self.groups:
+                    if keep_part:
+                        group.keep_part()
+                    else:
+                        group.drop_part()
                     group.release()
 
     def owns_full_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -43,6 +43,18 @@ class DataParallelMesh:
             mesh=self.device_mesh.mesh.t().contiguous(),
             mesh_dim_names=(names[1], names[0]),
         )
+
+
+def among_neighbours(mesh: DataParallelMesh, ranks: int) -> DataParallelMesh:
+    """The mesh with its shard axis cut down to the ``ranks`` neighbours this rank is among.
+
+    A collective of those neighbours, since it makes a process group of them.
+    """
+    index = mesh.shard.index % ranks
+    first = mesh.shard.index - index
+    members = dist.get_process_group_ranks(mesh.shard.group)[first : first + ranks]
+    group = dist.new_group(members, use_local_synchronization=True)
+    return replace(mesh, shard=MeshAxis(group, ranks, index))
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:

@@ -89,9 +89,12 @@ class ParameterGroup:
         self._gathered_writes = 0
         self._compute_version: int | None = None
         self._full_version: int | None = None
+        self._part: TransientBuffer | None = None
+        self._part_version: int | None = None
 
     def prepare(self, allocator: BucketAllocator) -> None:
         """Build the parameters to compute with. Needed once, before the first ``start_gather``."""
+        self._allocator = allocator
         self.full = self.compute
         if self.gathers_per_use:
             placements = Placements(BufferPlacement.REPLICATED, self.compute.placements.outer)
@@ -139,6 +142,9 @@ class ParameterGroup:
 
         None where nothing is left to gather. The caller issues the gather, so that the groups of a unit share one call.
         """
+        if self._part is not None and self._part_version == version:
+            self._full_version = version
+            return self._part.buffer, self._transient.acquire()
         steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
         if self._compute_version != version:
             if self.main is not self._own_compute:
@@ -156,6 +162,26 @@ class ParameterGroup:
                 work.wait()
         self._compute_version = self._full_version = version
         return last
+
+    def prepare_part(self, neighbours: DataParallelMesh) -> None:
+        """Build what ``keep_part`` keeps: this rank's part of weights that some ranks of the shard axis share."""
+        if self.gathers_per_use:
+            sharded = Placements(BufferPlacement.SHARDED, self.full.placements.outer)
+            self._part = TransientBuffer(self._allocator, self.layout, neighbours, sharded, self.precision.compute)
+            whole = DataParallelBuffer(self.layout, neighbours, self.full.placements, self.full.pieces)
+            self._part_of_full = whole.part(sharded)
+
+    def keep_part(self) -> None:
+        """Copy this rank's part of the gathered weights, for a later gather among fewer ranks."""
+        if self._part is not None and self._full_version is not None:
+            torch._foreach_copy_(list(self._part.acquire().pieces), list(self._part_of_full.pieces))
+            self._part_version = self._full_version
+
+    def drop_part(self) -> None:
+        """Give the memory of the kept part back."""
+        if self._part is not None:
+            self._part.free()
+            self._part_version = None
 
     def full_memory(self) -> int | None:
         """Identifies the memory that ``release`` frees; None if it frees nothing."""
