@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from .arguments import check_reduction, check_reshard
 from .materialize import materialize
 from .module import FSDPModule, sharded_class
-from .offload import CPUOffloadPolicy, OffloadPolicy, offload_policy_of
+from .offload import OffloadPolicy, Rest, offload_policy_of, rest_of
 from .precision import MixedPrecisionPolicy, mixed_precision_policy
 from .runtime.unit import Unit
 from .sharding.dtensor import RowShard, build_dtensor
@@ -84,8 +84,7 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
     modules = _modules(module)
     policy = mixed_precision_policy(mp_policy)
     check_reduction(grad_reduction, grad_divisor)
-    if isinstance(offload_policy_of(offload_policy), CPUOffloadPolicy):
-        raise ValueError("offload_policy can't be a CPUOffloadPolicy yet")
+    offload = offload_policy_of(offload_policy)
     if dp_mesh_dims is not None:
         raise ValueError("dp_mesh_dims can't be honoured; pass the data-parallel part of the mesh, such as mesh['dp']")
     axes = data_parallel_mesh(mesh)
@@ -99,13 +98,14 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
     _check_sources(modules, sources, axes, shard_placement_fn)
     originals = [source.original for source in sources]
     owners = [owner for _, owner in owned_modules(modules)]
-    materialize(sources, owners, axes.device)
+    valueless = materialize(sources, owners, axes.device)
     for source in sources:
         if not isinstance(source.original, DTensor) and source.original.device != axes.device:
             source.original.data = source.original.data.to(axes.device)
     _move_buffers(owners, axes.device)
-    unit = Unit(modules, _groups(sources, axes, plan, policy), axes, policy, reshard)
+    unit = Unit(modules, _groups(sources, axes, plan, policy, rest_of(offload, axes.device)), axes, policy, reshard)
     _replace_parameters(unit, sources, originals)
+    unit.valueless = valueless
     for group in unit.groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
@@ -266,13 +266,17 @@ def _move_buffers(owners: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _groups(
-    sources: list[ParamSource], axes: DataParallelMesh, plan: Strategy, policy: MixedPrecisionPolicy
+    sources: list[ParamSource],
+    axes: DataParallelMesh,
+    plan: Strategy,
+    policy: MixedPrecisionPolicy,
+    rest: Rest | None,
 ) -> list[ParameterGroup]:
     """One group per storage dtype and trainability, in order of first appearance."""
     alike: dict[tuple[torch.dtype, bool], list[ParamSource]] = {}
     for source in sources:
         alike.setdefault((source.original.dtype, source.original.requires_grad), []).append(source)
-    return [ParameterGroup(members, axes, plan, policy.resolve(dtype)) for (dtype, _), members in alike.items()]
+    return [ParameterGroup(members, axes, plan, policy.resolve(dtype), rest) for (dtype, _), members in alike.items()]
 
 
 def _replace_parameters(unit: Unit, sources: list[ParamSource], originals: list[nn.Parameter]) -> None:

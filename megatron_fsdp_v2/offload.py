@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,24 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Main weights and gradients rest in CPU memory, where the optimizer steps.
 
     Attributes:
-        pin_memory: page-lock that memory, so that copies from and to an accelerator are asynchronous.
+        pin_memory: page-lock the weights, so that they are copied to an accelerator asynchronously.
     """
 
     pin_memory: bool = True
+
+
+class Rest(NamedTuple):
+    """Memory apart from that of computing, in which main weights and gradients rest."""
+
+    device: torch.device
+    pinned: bool
+
+
+def rest_of(policy: OffloadPolicy, device: torch.device) -> Rest | None:
+    """Where ``policy`` lets main weights rest that are computed with on ``device``; None: in memory of that device."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return None
+    return Rest(torch.device("cpu"), policy.pin_memory and device.type != "cpu")
 
 
 def offload_policy_of(policy: object) -> OffloadPolicy:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..sharding.dtensor import comm_device
+
 
 @torch.no_grad()
 def get_total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -42,7 +44,7 @@ def get_total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> t
             locals_by_cut.setdefault(key, []).append(tensor.to_local())
         else:
             locals_by_cut.setdefault((), []).append(tensor)
-    device = tensors[0].device if tensors else torch.device("cpu")
+    device = _norm_device(tensors)
     total = torch.zeros((), dtype=torch.float32, device=device)
     reduce_op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for key, shards in locals_by_cut.items():
@@ -100,11 +102,18 @@ def clip_grads_with_norm_(
         torch._foreach_mul_(locals_, scale.to(device))
 
 
+def _norm_device(tensors: list[torch.Tensor]) -> torch.device:
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            return comm_device(tensor.device_mesh)
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
 def _local_power(shards: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The local sum of powers, or the local maximum for the infinite norm; zero where there is nothing."""
     filled = [shard for shard in shards if shard.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch.stack([torch.linalg.vector_norm(shard, norm_type, dtype=torch.float32) for shard in filled])
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(norms.to(device), norm_type)
     return total if math.isinf(norm_type) else total.pow(norm_type)

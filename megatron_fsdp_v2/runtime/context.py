@@ -40,6 +40,7 @@ class Context:
         self._in_flight: list[tuple[GroupGradients, Pending]] = []
         for unit in self.units:
             unit.check_parameters()
+            unit.check_values()
         # The first forward may come under inference mode, and what is built here has to serve training too.
         with torch.inference_mode(False):
             for unit in self.units:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
+from ..materialize import Valueless
 from ..precision import MixedPrecisionPolicy
 from ..sharding.buffer import gather_together
 from ..sharding.mesh import DataParallelMesh
@@ -64,6 +65,8 @@ class Unit:
         # What a user asked to gather ahead, in place of the unit that is expected next.
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
+        # What came on the meta device and was not initialised. Called for, and forgotten, when the unit first runs.
+        self.valueless: list[Valueless] = []
         self.context: Context | None = None
         self.phase = Phase.IDLE
         # Backward calls begun and not ended: a module called twice may run them interleaved.
@@ -132,6 +135,20 @@ class Unit:
     def frees_after_forward(self) -> bool:
         """Whether the weights of the present forward are not kept for its backward."""
         return bool(self.reshard_after_forward) or not self.awaits_backward
+
+    def check_values(self) -> None:
+        """Refuse to compute with what never got a value.
+
+        Raises:
+            RuntimeError: a parameter or buffer that came on the meta device was neither initialised nor loaded.
+        """
+        missing = [entry.name for entry in self.valueless if entry.is_still()]
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing)} of unit {self.name!r} came on the meta device and never got a value; initialise "
+                "or load it after fully_shard, or give its module reset_parameters()"
+            )
+        self.valueless = []
 
     def prepare(self) -> None:
         """Build what computing needs. Runs once, when the unit joins a context."""

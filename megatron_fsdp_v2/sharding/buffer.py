@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..offload import Rest
 from ..strategy import Placement
 from .collectives import Work, all_gather, all_reduce, reduce_scatter
 from .layout import GroupLayout
@@ -41,11 +42,18 @@ class DataParallelBuffer:
 
     @classmethod
     def allocate(
-        cls, layout: GroupLayout, mesh: DataParallelMesh, placements: Placements, dtype: torch.dtype
+        cls,
+        layout: GroupLayout,
+        mesh: DataParallelMesh,
+        placements: Placements,
+        dtype: torch.dtype,
+        rest: Rest | None = None,
     ) -> DataParallelBuffer:
         """A buffer with storage of its own, zero-filled so that padding is never garbage."""
         sizes = piece_sizes(layout, mesh, placements)
-        return cls(layout, mesh, placements, torch.zeros(sum(sizes), dtype=dtype, device=mesh.device).split(sizes))
+        device, pinned = rest or Rest(mesh.device, False)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
+        return cls(layout, mesh, placements, flat.split(sizes))
 
     @property
     def dtype(self) -> torch.dtype:

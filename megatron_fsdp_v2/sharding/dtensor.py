@@ -148,8 +148,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    local = tensor.to_local().detach()
     mesh = tensor.device_mesh
+    local = tensor.to_local().detach().to(comm_device(mesh))
     # Data parallelism cuts what other parallelisms left, so its cuts are undone first.
     order = sorted(range(mesh.ndim), key=lambda dim: (not isinstance(tensor.placements[dim], RowShard), -dim))
     for dim in order:
@@ -169,14 +169,15 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(rows: int, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    mine = torch.tensor([rows], dtype=torch.int64, device=_comm_device(mesh))
+    mine = torch.tensor([rows], dtype=torch.int64, device=comm_device(mesh))
     counts = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
     dist.all_gather(counts, mine, group=mesh.get_group(dim))
     result: torch.Tensor = torch.cat(counts).cpu()
     return result
 
 
-def _comm_device(mesh: DeviceMesh) -> torch.device:
+def comm_device(mesh: DeviceMesh) -> torch.device:
+    """Where tensors have to be for collectives of the mesh, wherever its DTensors rest."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..memory.allocator import BucketAllocator
+from ..offload import Rest
 from ..precision import GroupPrecision
 from ..strategy import AxisStrategy, Placement, Strategy
 from .buffer import DataParallelBuffer, Placements, redistribute
@@ -38,18 +39,21 @@ class GroupGradients:
         mesh: DataParallelMesh,
         strategy: Strategy,
         precision: GroupPrecision,
+        rest: Rest | None,
         sharded_params: Sequence[nn.Parameter],
     ) -> None:
         self._layout = layout
         self._mesh = mesh
         self._precision = precision
+        self._rest = rest
         self._sharded_params = sharded_params
         axes: list[AxisStrategy] = [strategy.shard, *([strategy.outer] if strategy.outer else [])]
         self._deferred = [axis.deferred for axis in axes]
         self._levels = _stage_placements(strategy)
-        # In main gradients of full size and of the reduction's dtype, new ones can be written and reduced in place.
-        in_full = all([Placement.SHARDED not in level for level in self._levels])
-        self._fits_main = in_full and precision.comm is precision.grads
+        # Into untouched main gradients of the same dtype and device a reduction can write by itself; into those of full
+        # size new gradients can be written before it.
+        self._reaches_main = precision.comm is precision.grads and rest is None
+        self._fits_main = self._reaches_main and all([Placement.SHARDED not in level for level in self._levels])
         self._average = True
         self._divisor = 1.0
         self._sums_only = False
@@ -78,7 +82,7 @@ class GroupGradients:
         self._sent = [transient(level, self._precision.comm) for level in range(self.stages + 1)]
         self._pending = [transient(level, self._precision.grads) for level in range(self.stages)]
         self._main = MainGradients(
-            allocator, self._layout, self._mesh, self._levels[-1], self._precision, self._sharded_params
+            allocator, self._layout, self._mesh, self._levels[-1], self._precision, self._rest, self._sharded_params
         )
         self._recast: dict[tuple[int, int], DataParallelBuffer] = {}
 
@@ -172,8 +176,7 @@ class GroupGradients:
                     continue
             last = stage + 1 == self.stages
             fresh = last and (self.main.bind() if self._fresh is None else self._fresh)
-            # Into untouched main gradients of the same dtype the reduction writes by itself.
-            direct = fresh and self._precision.comm is self._precision.grads
+            direct = fresh and self._reaches_main
             target = self.main.buffer if direct else self._target_of(stage, source)
             work = redistribute(source, target, self._op)
             if work is not None:
@@ -191,8 +194,11 @@ class GroupGradients:
             for piece in reduced.pieces:
                 self._hook(piece)
         if not direct:
+            pieces = list(reduced.pieces)
+            if not fresh and self._rest is not None:
+                pieces = [piece.to(self._rest.device) for piece in pieces]
             operation = torch._foreach_copy_ if fresh else torch._foreach_add_
-            operation(list(self.main.buffer.pieces), list(reduced.pieces))
+            operation(list(self.main.buffer.pieces), pieces)
 
     def release(self) -> None:
         """Give back the memory of what was reduced; call once no reduction can read it any more."""

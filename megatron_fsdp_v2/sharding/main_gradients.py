@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..memory.allocator import BucketAllocator
+from ..offload import Rest
 from ..precision import GroupPrecision
 from .buffer import DataParallelBuffer, Placements
 from .dtensor import build_dtensor
@@ -32,17 +33,20 @@ class MainGradients:
         mesh: DataParallelMesh,
         placements: Placements,
         precision: GroupPrecision,
+        rest: Rest | None,
         sharded_params: Sequence[nn.Parameter],
     ) -> None:
         self._params = sharded_params
         self._precision = precision
-        self._new_store = partial(TransientBuffer, allocator, layout, mesh, placements)
+        self._new_store = partial(
+            TransientBuffer, allocator, layout, mesh, placements, device=rest.device if rest else None
+        )
         self._build()
 
     def _build(self) -> None:
         precision = self._precision
-        self._store = self._new_store(precision.grads)
-        self._shown = None if precision.grads is precision.main else self._new_store(precision.main)
+        self._store = self._new_store(dtype=precision.grads)
+        self._shown = None if precision.grads is precision.main else self._new_store(dtype=precision.main)
         self._grads: list[DTensor] = []
 
     def _build_grads(self) -> None:

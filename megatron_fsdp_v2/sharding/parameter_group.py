@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..memory.allocator import BucketAllocator
+from ..offload import Rest
 from ..precision import GroupPrecision
 from ..strategy import Placement as BufferPlacement
 from ..strategy import Strategy
@@ -60,13 +61,19 @@ class ParameterGroup:
     """
 
     def __init__(
-        self, sources: Sequence[ParamSource], mesh: DataParallelMesh, strategy: Strategy, precision: GroupPrecision
+        self,
+        sources: Sequence[ParamSource],
+        mesh: DataParallelMesh,
+        strategy: Strategy,
+        precision: GroupPrecision,
+        rest: Rest | None = None,
     ) -> None:
         self.names = [source.name for source in sources]
         self.owners = [source.owners for source in sources]
         self.mesh = mesh
         self.strategy = strategy
         self.precision = precision
+        self.rest = rest
         self.trainable = sources[0].original.requires_grad
         # A 1-D cut leaves less padding, so the outer axis takes part in the plan only where something is cut by it.
         pieces = mesh.shard.size * (mesh.outer.size if mesh.outer and self._cut_by_outer else 1)
@@ -84,17 +91,20 @@ class ParameterGroup:
         self.unsharded_params: list[nn.Parameter] = []
         self.gradients: GroupGradients | None = None
         if self.trainable:
-            self.gradients = GroupGradients(self.layout, mesh, strategy, precision, self.sharded_params)
+            self.gradients = GroupGradients(self.layout, mesh, strategy, precision, rest, self.sharded_params)
         self._writes = 0
         self._gathered_writes = 0
         self._compute_version: int | None = None
         self._full_version: int | None = None
+        self._copied: TransientBuffer | None = None
         self._part: TransientBuffer | None = None
         self._part_version: int | None = None
 
     def prepare(self, allocator: BucketAllocator) -> None:
         """Build the parameters to compute with. Needed once, before the first ``start_gather``."""
         self._allocator = allocator
+        if self.rest is not None:
+            self._prepare_compute()
         self.full = self.compute
         if self.gathers_per_use:
             placements = Placements(BufferPlacement.REPLICATED, self.compute.placements.outer)
@@ -147,8 +157,11 @@ class ParameterGroup:
             return self._part.buffer, self._transient.acquire()
         steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
         if self._compute_version != version:
+            if self._copied is not None:
+                self._copied.acquire()
             if self.main is not self._own_compute:
-                torch._foreach_copy_(list(self._own_compute.pieces), list(self.main.pieces))
+                pinned = self.rest is not None and self.rest.pinned
+                torch._foreach_copy_(list(self._own_compute.pieces), list(self.main.pieces), non_blocking=pinned)
             steps = list(self._refresh_steps)
         last = None
         if self.gathers_per_use:
@@ -168,8 +181,10 @@ class ParameterGroup:
         if self.gathers_per_use:
             sharded = Placements(BufferPlacement.SHARDED, self.full.placements.outer)
             self._part = TransientBuffer(self._allocator, self.layout, neighbours, sharded, self.precision.compute)
+            self._transient.acquire()
             whole = DataParallelBuffer(self.layout, neighbours, self.full.placements, self.full.pieces)
             self._part_of_full = whole.part(sharded)
+            self.release()
 
     def keep_part(self) -> None:
         """Copy this rank's part of the gathered weights, for a later gather among fewer ranks."""
@@ -192,26 +207,51 @@ class ParameterGroup:
         if self.gathers_per_use:
             self._full_version = None
             self._transient.free()
+            if self._copied is not None:
+                self._compute_version = None
+                self._copied.free()
 
     @property
     def _cut_by_outer(self) -> bool:
         return self.strategy.outer is not None and self.strategy.outer.main is BufferPlacement.SHARDED
 
-    def _allocate_weights(self) -> None:
+    def _placements(self) -> tuple[Placements, Placements]:
+        """Those of the compute weights and those of the main weights."""
         shard, outer = self.strategy.shard, self.strategy.outer
-        at_rest = Placements(shard.compute, outer.compute if outer else None)
-        main = Placements(shard.main, outer.main if outer else None)
-        self.compute = DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute)
-        self._own_compute = self.compute.part(main)
+        compute = Placements(shard.compute, outer.compute if outer else None)
+        return compute, Placements(shard.main, outer.main if outer else None)
+
+    def _allocate_weights(self) -> None:
+        at_rest, main = self._placements()
+        if self.rest is not None:
+            self.main = DataParallelBuffer.allocate(self.layout, self.mesh, main, self.precision.main, self.rest)
+            return
+        self._set_compute(DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute))
         self.main = self._own_compute
         if self.precision.main is not self.precision.compute:
             self.main = DataParallelBuffer.allocate(self.layout, self.mesh, main, self.precision.main)
+
+    def _prepare_compute(self) -> None:
+        """Weights that rest elsewhere are copied for computing: for every use where others hold the rest of them."""
+        at_rest, _ = self._placements()
+        if not self.gathers_per_use:
+            self._set_compute(DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute))
+            return
+        dtype = self.precision.compute
+        self._copied = TransientBuffer(self._allocator, self.layout, self.mesh, at_rest, dtype)
+        self._set_compute(self._copied.acquire())
+        self._copied.free()
+
+    def _set_compute(self, compute: DataParallelBuffer) -> None:
+        at_rest, main = self._placements()
+        self.compute = compute
+        self._own_compute = compute.part(main)
         # From main to compute placements: the outer axis first, since it cuts the pieces of the shard axis.
         self._refresh_steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
         current = self._own_compute
         for placements in (Placements(main.shard, at_rest.outer), at_rest):
             if placements != current.placements:
-                target = self.compute.part(placements)
+                target = compute.part(placements)
                 self._refresh_steps.append((current, target))
                 current = target
 

@@ -25,13 +25,14 @@ class TransientBuffer:
         mesh: DataParallelMesh,
         placements: Placements,
         dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         self._allocator = allocator
         self._layout = layout
         self._mesh = mesh
         self._placements = placements
         self._sizes = piece_sizes(layout, mesh, placements)
-        self._spec = BufferSpec(sum(self._sizes), dtype, mesh.device)
+        self._spec = BufferSpec(sum(self._sizes), dtype, device or mesh.device)
         self.is_live = False
 
     @property

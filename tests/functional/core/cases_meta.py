@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -116,7 +117,7 @@ def attributes_and_flags_are_kept(ranks: Ranks) -> None:
 
 @case(worlds=(1, 2))
 def missing_reset_parameters(ranks: Ranks) -> None:
-    """Named, and nothing is touched: the same module works once it has the method."""
+    """What has no value is named when it is sharded, refused when it is computed with, and taken once it has one."""
 
     class Plain(nn.Module):
         def __init__(self) -> None:
@@ -130,17 +131,15 @@ def missing_reset_parameters(ranks: Ranks) -> None:
 
     with torch.device("meta"):
         module = Plain()
-    with refused(ValueError, "Plain holds scale, buffer shift on the meta device", "reset_parameters()"):
+    with pytest.warns(UserWarning, match="buffer shift, scale came on the meta device"):
         fully_shard(module)
-    assert module.scale.is_meta
-    assert module.linear.weight.is_meta
-
-    def reset(self: Any) -> None:
-        nn.init.ones_(self.scale)
-        self.shift.zero_()
-
-    Plain.reset_parameters = reset  # type: ignore[attr-defined]
-    fully_shard(module)
+    assert full_tensor(module.scale).isnan().all()
+    assert full_tensor(module.linear.weight).abs().max() > 0
+    with refused(RuntimeError, "buffer shift, scale of unit", "never got a value"):
+        module(torch.randn(2, WIDTH))
+    with torch.no_grad():
+        module.scale.fill_(1)
+    module.shift.zero_()
     assert module(torch.randn(2, WIDTH)).isfinite().all()
 
 
@@ -167,7 +166,7 @@ def parameters_left_without_a_value(ranks: Ranks) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fully_shard(module)
-    assert [str(w.message) for w in caught if "bias" in str(w.message) and "Forgetful" in str(w.message)]
+    assert [str(w.message) for w in caught if "bias came on the meta device" in str(w.message)]
     assert full_tensor(module.bias).isnan().all()
     assert full_tensor(module.weight).eq(1).all()
 
