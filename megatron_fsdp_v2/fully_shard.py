@@ -19,6 +19,7 @@ from .materialize import materialize
 from .module import FSDPModule, sharded_class
 from .offload import OffloadPolicy, Rest, offload_policy_of, rest_of
 from .precision import MixedPrecisionPolicy, mixed_precision_policy
+from .runtime.compilation import keep_out_of_graphs
 from .runtime.unit import Unit
 from .sharding.dtensor import RowShard, build_dtensor
 from .sharding.mesh import DataParallelMesh, data_parallel_mesh
@@ -109,6 +110,7 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
     for group in unit.groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
+    keep_out_of_graphs(FSDPModule.__call__)
     for member in modules:
         _make_sharded(member, unit)
     return module

@@ -279,18 +279,16 @@ class Context:
         self._gathered_names = {
             id(param): name for group in groups for name, param in zip(group.names, group.unsharded_params, strict=True)
         }
-        context = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if live := context():
-                live.check_optimizer(optimizer)
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if live := context():
-                live.note_step(optimizer)
-
-        for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
-            weakref.finalize(self, handle.remove)
+        for register, method in (
+            (register_optimizer_step_pre_hook, Context.check_optimizer),
+            (register_optimizer_step_post_hook, Context.note_step),
+        ):
+            handle = register(_StepHook(weakref.ref(self), method))
+            # Those of contexts that are gone go now: garbage collection may come while torch runs through its hooks.
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _StepHook) and hook.context() is None]:
+                del hooks[key]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step.
@@ -312,6 +310,19 @@ class Context:
         for group in {self._group_of.get(key) for key in _param_ids(optimizer)}:
             if group is not None:
                 group.mark_updated()
+
+
+class _StepHook:
+    """Tells a context, while it lives, of the steps of all optimizers."""
+
+    def __init__(self, context: weakref.ref[Context], method: Callable[[Context, Optimizer], None]) -> None:
+        self.context = context
+        self._method = method
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        context = self.context()
+        if context is not None:
+            self._method(context, optimizer)
 
 
 def _param_ids(optimizer: Optimizer) -> list[int]:

@@ -33,7 +33,10 @@ def ensure_context(unit: Unit, named_units: list[tuple[str, Unit]]) -> Context:
             if other.reshard_after_forward is None:
                 # The root's backward follows its forward at once; freeing its weights in between saves nothing.
                 other.reshard_after_forward = other is not unit
-        return Context(unit, [other for _, other in named_units], streams_for(unit.device))
+        # The first call may come from inside torch.compile, which would trace how a context is made.
+        make = torch.compiler.disable(Context)
+        context: Context = make(unit, [other for _, other in named_units], streams_for(unit.device))
+        return context
     return unit.context
 
 

@@ -140,8 +140,8 @@ def no_process_group(ranks: Ranks) -> None:
 
 @case(worlds=(1, 2))
 def arguments_of_the_wrong_type(ranks: Ranks) -> None:
-    words = "reshard_after_forward must be True, False or None"
-    for value in (1, 2, "yes"):
+    words = "reshard_after_forward must be True, False, None or a number of ranks that divides"
+    for value in (0, -1, 5, 1.0, "yes"):
         assert_refused(linear, ValueError, words, repr(value), reshard_after_forward=value)
     for value in (torch.bfloat16, "bf16", {}):
         assert_refused(linear, TypeError, "mp_policy", type(value).__name__, mp_policy=value)
