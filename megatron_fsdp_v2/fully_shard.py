@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -82,22 +82,25 @@ def fully_shard[ModuleT: nn.Module](
         warnings.warn(
             f"reshard_after_forward=True has no effect: strategy={strategy!r} keeps weights whole", stacklevel=2
         )
+    new_class = sharded_class(type(module))
     sources = _sources(module, _ignored(ignored_params))
     _check_sources(module, sources, axes, shard_placement_fn)
     originals = [source.original for source in sources]
-    materialize(sources, [owner for _, owner in owned_modules(module)], axes.device)
+    modules = [owner for _, owner in owned_modules(module)]
+    materialize(sources, modules, axes.device)
     for source in sources:
         if not isinstance(source.original, DTensor) and source.original.device != axes.device:
             source.original.data = source.original.data.to(axes.device)
     _move_buffers(module, axes.device)
     groups = _groups(sources, axes, plan, policy)
-    unit = Unit(module, groups, axes, policy, reshard_after_forward)
+    unit = Unit(module, modules, groups, axes, policy, reshard_after_forward)
     _replace_parameters(unit, sources, originals)
     for group in groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
-    module.__class__ = cast("type[ModuleT]", sharded_class(type(module)))
-    module._fsdp_unit = unit  # type: ignore[assignment]
+    # Past a __setattr__ of the module's own.
+    object.__setattr__(module, "__class__", new_class)
+    object.__setattr__(module, "_fsdp_unit", unit)
     install(module, unit, named_units)
     module.register_state_dict_pre_hook(_rest_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_state_dict_post_hook(_copyable_state)  # type: ignore[no-untyped-call]

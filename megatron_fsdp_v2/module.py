@@ -181,6 +181,9 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError("a module can't be deep-copied after fully_shard: copy it before, or load its state_dict")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("a module can't be copied or pickled after fully_shard: save its state_dict instead")
+
 
 def named_units(module: Any) -> list[tuple[str, Unit]]:
     """Units of a module and its submodules with their paths from it, in the order of ``modules()``."""

@@ -68,6 +68,7 @@ def _pre_forward(
             expected = context.forward_order.note(unit)
         else:
             # A module below the root runs alone: gathers must see what was written to its weights before.
+            unit.check_parameters()
             context.streams.gather_after_compute()
         _make_ready(unit, context)
         context.prefetch(expected)
@@ -91,7 +92,7 @@ def _post_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         output = map_tensors(output, partial(_cast, dtype=dtype))
     awaits_backward = False
     if torch.is_grad_enabled():
-        awaits_backward = _watch_outputs(unit, output)
+        awaits_backward = _watch_outputs(unit, [*tensors_in(output), *unit.side_outputs.collect()])
     returns_freed = False
     if not recomputed:
         if unit.reshard_after_forward or not awaits_backward:
@@ -181,6 +182,7 @@ def _prepare_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         inputs = map_tensors(inputs, partial(_cast, dtype=dtype))
     if torch.is_grad_enabled():
         inputs = _mark_inputs(unit, inputs)
+        unit.side_outputs.note_arguments([*inputs[0], *inputs[1].values()])
     return None if inputs[0] is args and inputs[1] is kwargs else inputs
 
 
@@ -206,9 +208,9 @@ def _mark_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     return tuple([marked.get(id(value), value) for value in args]), new_kwargs
 
 
-def _watch_outputs(unit: Unit, output: Any) -> bool:
+def _watch_outputs(unit: Unit, outputs: list[torch.Tensor]) -> bool:
     """Call the unit before the backward of this call of its module; False if no backward can come."""
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
+    tensors = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
     before_backward = partial(_pre_backward, unit, unit.forward_version)
     if len(tensors) == 1:
         tensors[0].register_hook(before_backward)

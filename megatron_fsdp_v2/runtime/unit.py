@@ -14,6 +14,7 @@ from ..precision import MixedPrecisionPolicy
 from ..sharding.buffer import gather_together
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.parameter_group import ParameterGroup, memory_of
+from .side_outputs import SideOutputs
 from .streams import Pending, Streams
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ _ALLOWED = {
 
 
 class Unit:
-    """State of one module that ``fully_shard`` was called on."""
+    """State of one module that ``fully_shard`` was called on. ``modules`` are it and those below in no inner unit."""
 
     def __init__(
         self,
         module: nn.Module,
+        modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         mesh: DataParallelMesh,
         mp_policy: MixedPrecisionPolicy,
@@ -49,6 +51,7 @@ class Unit:
     ) -> None:
         self._module = weakref.ref(module)
         self.name = type(module).__name__
+        self.side_outputs = SideOutputs(modules)
         self.groups = list(groups)
         self.mesh = mesh
         self.mp_policy = mp_policy
@@ -104,8 +107,8 @@ class Unit:
         """Refuse to go on with parameters that buffers don't stand behind any more.
 
         Raises:
-            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding, or a gathered copy
-                of it was written.
+            RuntimeError: a parameter was replaced, converted, frozen, unfrozen or hooked after sharding, or a
+                gathered copy of it was written.
         """
         for group in self.groups:
             params = zip(group.names, group.owners, group.sharded_params, group.local_params, strict=True)
@@ -114,6 +117,11 @@ class Unit:
                     raise RuntimeError(
                         f"requires_grad of parameter {name!r} of unit {self.name!r} was changed after fully_shard, "
                         "which groups parameters by it; freeze parameters before"
+                    )
+                if param._backward_hooks:
+                    raise RuntimeError(
+                        f"parameter {name!r} of unit {self.name!r} has a hook from register_hook, which autograd never "
+                        "calls for a sharded parameter; use register_post_accumulate_grad_hook"
                     )
                 shown = self.is_bound or all([owner._parameters.get(key) is param for owner, key in owners])
                 if not shown or param._local_tensor is not local:  # type: ignore[attr-defined]

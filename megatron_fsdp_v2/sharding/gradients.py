@@ -157,11 +157,23 @@ class GroupGradients:
         self._allocator.free(self)
 
     @torch.no_grad()
-    def expose(self) -> None:
-        """Make the main gradients visible as ``.grad`` where the optimizer's dtype isn't the accumulation dtype."""
-        if self._to_expose and self._exposed is not None:
+    def expose(self) -> bool:
+        """Make the main gradients visible as ``.grad`` where the optimizer's dtype isn't the accumulation dtype.
+
+        True if something was reduced into them since the last call.
+        """
+        reduced, self._to_expose = self._to_expose, False
+        if reduced and self._exposed is not None:
             torch._foreach_copy_(list(self._exposed.pieces), list(self._main_buffer.pieces))
-        self._to_expose = False
+        return reduced
+
+    @torch.no_grad()
+    def call_hooks(self) -> None:
+        """Call what users registered with ``register_post_accumulate_grad_hook`` on the sharded parameters."""
+        for param in self._sharded_params:
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+            for hook in list(hooks.values()) if hooks else ():
+                hook(param)
 
     @torch.no_grad()
     def scale(self, factor: torch.Tensor | float) -> None:
