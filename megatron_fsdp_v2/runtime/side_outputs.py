@@ -14,6 +14,7 @@ import torch.nn as nn
 
 # What every module has is no place for results, and is most of what a module has.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLACES = frozenset({torch.Tensor, list, dict})
 
 
 class SideOutputs:
@@ -30,7 +31,14 @@ class SideOutputs:
 
     def collect(self) -> list[torch.Tensor]:
         """Tensors with a graph that are there since the last call; to be called after each forward."""
-        kept = [tensor for attributes in self._attributes for tensor in _tensors_kept(attributes)]
+        # Nearly always nothing passes this filter, which is all that a usual forward pays for.
+        places = [
+            value
+            for attributes in self._attributes
+            for name, value in attributes.items()
+            if type(value) in _PLACES and name not in _OF_EVERY_MODULE
+        ]
+        kept = [tensor for place in places for tensor in _tensors_kept(place)]
         new = [tensor for tensor in kept if not any([known() is tensor for known in self._kept])]
         self._kept = [weakref.ref(tensor) for tensor in kept]
         for container, before in self._given:
@@ -40,17 +48,15 @@ class SideOutputs:
         return new
 
 
-def _tensors_kept(attributes: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for name, value in attributes.items():
-        kind = type(value)
-        if kind is torch.Tensor:
-            if _has_graph(value):
-                yield value
-        elif (kind is list or kind is dict) and value and name not in _OF_EVERY_MODULE:
-            # A long list of something else costs a look at what came last.
-            last = value[-1] if kind is list else value[next(reversed(value))]
-            if isinstance(last, torch.Tensor):
-                yield from filter(_has_graph, _items(value))
+def _tensors_kept(place: Any) -> Iterator[torch.Tensor]:
+    if isinstance(place, torch.Tensor):
+        if _has_graph(place):
+            yield place
+    elif place:
+        # A long list of something else costs a look at what came last.
+        last = place[-1] if isinstance(place, list) else place[next(reversed(place))]
+        if isinstance(last, torch.Tensor):
+            yield from filter(_has_graph, _items(place))
 
 
 def _items(container: Any) -> Iterable[Any]:
