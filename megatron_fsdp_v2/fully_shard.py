@@ -95,6 +95,7 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
             f"reshard_after_forward={reshard_after_forward} has no effect: strategy={strategy!r} keeps weights whole",
             stacklevel=2,
         )
+    classes = [sharded_class(type(member)) for member in modules]
     sources = _sources(modules, _ignored(ignored_params))
     _check_sources(modules, sources, axes, shard_placement_fn)
     originals = [source.original for source in sources]
@@ -104,15 +105,17 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
         if not isinstance(source.original, DTensor) and source.original.device != axes.device:
             source.original.data = source.original.data.to(axes.device)
     _move_buffers(owners, axes.device)
-    unit = Unit(modules, _groups(sources, axes, plan, policy, rest_of(offload, axes.device)), axes, policy, reshard)
+    unit = Unit(
+        modules, owners, _groups(sources, axes, plan, policy, rest_of(offload, axes.device)), axes, policy, reshard
+    )
     _replace_parameters(unit, sources, originals)
     unit.valueless = valueless
     for group in unit.groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
     keep_out_of_graphs(FSDPModule.__call__)
-    for member in modules:
-        _make_sharded(member, unit)
+    for member, new_class in zip(modules, classes, strict=True):
+        _make_sharded(member, new_class, unit)
     return module
 
 
@@ -136,9 +139,10 @@ def _modules(module: object) -> list[nn.Module]:
     return list(modules)
 
 
-def _make_sharded(module: nn.Module, unit: Unit) -> None:
-    module.__class__ = sharded_class(type(module))
-    module._fsdp_unit = unit  # type: ignore[assignment]
+def _make_sharded(module: nn.Module, new_class: type[nn.Module], unit: Unit) -> None:
+    # Past a __setattr__ of the module's own.
+    object.__setattr__(module, "__class__", new_class)
+    object.__setattr__(module, "_fsdp_unit", unit)
     module.register_state_dict_pre_hook(_rest_before_state_dict)
     module.register_state_dict_post_hook(_copyable_state)
     module.register_load_state_dict_pre_hook(_rest_before_load)

@@ -180,11 +180,11 @@ class Context:
             # A backward may run inside the forward of units that have no part in it.
             if unit.reshard_after_backward and unit.phase is Phase.IDLE:
                 unit.reshard(self.streams)
-        if self.root.is_last_backward:
-            self.settle_gradients()
         self.backward_order.commit()
         self._recomputed = []
         self._end_of_backward = None
+        if self.root.is_last_backward:
+            self.settle_gradients()
 
     def reset(self) -> None:
         """Bring every unit to rest after a pass that raised, and forget the gradients it left anywhere."""
@@ -257,10 +257,10 @@ class Context:
 
     @torch.no_grad()
     def settle_gradients(self) -> None:
-        """Finish the reductions in flight and make ``.grad`` final."""
+        """Finish the reductions in flight, make ``.grad`` final, and call users' hooks, which may step an optimizer."""
         self.finish_reductions()
-        for gradients in self.all_gradients():
-            gradients.expose()
+        for gradients in [gradients for gradients in self.all_gradients() if gradients.expose()]:
+            gradients.call_hooks()
 
     def all_gradients(self) -> list[GroupGradients]:
         """Gradients of all trainable groups, in registration order."""
@@ -294,8 +294,9 @@ class Context:
         """An optimizer is about to step.
 
         Raises:
-            RuntimeError: it was given gathered weights.
+            RuntimeError: it was given gathered weights, or gradients of its parameters were never reduced.
         """
+        self.clear_failed_backward()
         if not self.root.is_last_backward:
             self.settle_gradients()
         names = [self._gathered_names[key] for key in _param_ids(optimizer) if key in self._gathered_names]
@@ -304,6 +305,15 @@ class Context:
                 f"the optimizer was given the gathered weights {', '.join(names)}, which it can't train; build it "
                 "while the module is at rest: before a forward, or after a backward"
             )
+
+        stepped = {id(self._group_of[key]) for key in _param_ids(optimizer) if key in self._group_of}
+        for unit in self.units:
+            for group in unit.groups:
+                if id(group) in stepped and group.gradients is not None and group.gradients.has_new():
+                    raise RuntimeError(
+                        f"unit {unit.name!r} got gradients that no backward through its outputs announced, so they "
+                        "were not reduced; call finish_grad_sync() on the root before the optimizer steps"
+                    )
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped, which may write weights through raw pointers that no version counter sees."""

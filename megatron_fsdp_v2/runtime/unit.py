@@ -15,6 +15,7 @@ from ..precision import MixedPrecisionPolicy
 from ..sharding.buffer import gather_together
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.parameter_group import ParameterGroup, memory_of
+from .side_outputs import SideOutputs
 from .streams import Pending, Streams
 
 if TYPE_CHECKING:
@@ -38,11 +39,15 @@ _ALLOWED = {
 
 
 class Unit:
-    """State of one call of ``fully_shard``: of its module, or its modules, which are gathered and freed together."""
+    """State of one call of ``fully_shard``: of its module, or its modules, which are gathered and freed together.
+
+    ``owners`` are they and those below them in no inner unit.
+    """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        owners: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         mesh: DataParallelMesh,
         mp_policy: MixedPrecisionPolicy,
@@ -50,6 +55,7 @@ class Unit:
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self.name = ", ".join([type(module).__name__ for module in modules])
+        self.side_outputs = SideOutputs(owners)
         self.groups = list(groups)
         self.mesh = mesh
         self.mp_policy = mp_policy
@@ -164,8 +170,8 @@ class Unit:
         """Refuse to go on with parameters that buffers don't stand behind any more.
 
         Raises:
-            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding, or a gathered copy
-                of it was written.
+            RuntimeError: a parameter was replaced, converted, frozen, unfrozen or hooked after sharding, or a
+                gathered copy of it was written.
         """
         for group in self.groups:
             params = zip(group.names, group.owners, group.sharded_params, group.local_params, strict=True)
@@ -174,6 +180,11 @@ class Unit:
                     raise RuntimeError(
                         f"requires_grad of parameter {name!r} of unit {self.name!r} was changed after fully_shard, "
                         "which groups parameters by it; freeze parameters before"
+                    )
+                if param._backward_hooks:
+                    raise RuntimeError(
+                        f"parameter {name!r} of unit {self.name!r} has a hook from register_hook, which autograd never "
+                        "calls for a sharded parameter; use register_post_accumulate_grad_hook"
                     )
                 shown = self.is_bound or all([owner._parameters.get(key) is param for owner, key in owners])
                 if not shown or param._local_tensor is not local:  # type: ignore[attr-defined]

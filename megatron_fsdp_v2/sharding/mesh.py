@@ -62,7 +62,8 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
 
     Raises:
         TypeError: ``mesh`` isn't a DeviceMesh.
-        ValueError: it has more than two dimensions, doesn't contain this rank, or its device type isn't available.
+        ValueError: it has more than two dimensions, lists ranks in another than ascending order, doesn't contain this
+            rank, or its device type isn't available.
         RuntimeError: there's no process group to build a default mesh from.
     """
     if mesh is None:
@@ -73,6 +74,11 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must be 1-D (shard) or 2-D (outer, shard), got {mesh.ndim} dimensions: {mesh}")
+    if any(bool((mesh.mesh.diff(dim=dim) <= 0).any()) for dim in range(mesh.ndim)):
+        raise ValueError(
+            f"mesh must list ranks in ascending order along each dimension, as its process groups do; got "
+            f"{mesh.mesh.tolist()}"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} isn't part of the mesh {mesh}")
     device = _device_of(mesh.device_type)
