@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from .arguments import check_reduction, check_reshard
@@ -257,10 +257,10 @@ def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> N
             f"parameter {name} is a DTensor on the mesh {param.device_mesh} already; it can be sharded further only "
             "over another named dimension of the same mesh"
         )
-    if any(not placement.is_replicate() and placement != Shard(1) for placement in param.placements):
+    if any(type(placement) not in (Replicate, Shard) for placement in param.placements):
         raise ValueError(
-            f"parameter {name} has placements {param.placements}; only DTensors that are replicated or sharded along "
-            "another dimension than the rows can be sharded further"
+            f"parameter {name} has placements {param.placements}; only DTensors that are replicated or evenly sharded "
+            "can be sharded further"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ class DataParallelMesh:
     shard: MeshAxis
     outer: MeshAxis | None
     device: torch.device
+    _joined: dict[tuple[DeviceMesh, bool], DeviceMesh] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
@@ -42,6 +43,38 @@ class DataParallelMesh:
             self.device_mesh.device_type,
             mesh=self.device_mesh.mesh.t().contiguous(),
             mesh_dim_names=(names[1], names[0]),
+        )
+
+    def below(self, inner: DeviceMesh, nested: bool) -> DeviceMesh:
+        """The mesh of a tensor that was cut over ``inner`` before data parallelism: its dimensions, then ours.
+
+        A DTensor's placements are applied in the order of its mesh, so what was cut first comes first. ``nested`` puts
+        the shard axis before the outer one.
+
+        Raises:
+            ValueError: ``inner`` and the data-parallel mesh aren't named slices of one mesh.
+        """
+        key = (inner, nested)
+        if key not in self._joined:
+            self._joined[key] = self._build_below(inner, nested)
+        return self._joined[key]
+
+    def _build_below(self, inner: DeviceMesh, nested: bool) -> DeviceMesh:
+        own = list(self.device_mesh.mesh_dim_names or ())
+        order = [*(inner.mesh_dim_names or ()), *(reversed(own) if nested else own)]
+        root = self.device_mesh._get_root_mesh()
+        if len(order) != self.device_mesh.ndim + inner.ndim or root != inner._get_root_mesh():
+            raise ValueError(
+                "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named "
+                f"slices of one mesh; got {inner} and {self.device_mesh}"
+            )
+        joined = root[tuple(sorted(order, key=(root.mesh_dim_names or ()).index))]
+        dims = [(joined.mesh_dim_names or ()).index(name) for name in order]
+        return DeviceMesh.from_group(
+            [joined.get_group(dim) for dim in dims],
+            joined.device_type,
+            mesh=joined.mesh.permute(dims).contiguous(),
+            mesh_dim_names=tuple(order),
         )
 
 

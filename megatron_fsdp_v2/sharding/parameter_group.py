@@ -285,7 +285,7 @@ class ParameterGroup:
             cut = [*[Replicate()] * (mesh.ndim - 1), RowShard(self.layout.split(index, shards))]
         if inner is None:
             return mesh, cut
-        return _joined_mesh(mesh, inner.mesh), [*cut, *inner.placements]
+        return self.mesh.below(inner.mesh, nested=outer_cut), [*inner.placements, *cut]
 
     def _unsharded_param(self, index: int) -> nn.Parameter:
         view = self.full.param_rows(index)
@@ -307,14 +307,3 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _joined_mesh(data_mesh: DeviceMesh, inner_mesh: DeviceMesh) -> DeviceMesh:
-    names = (*(data_mesh.mesh_dim_names or ()), *(inner_mesh.mesh_dim_names or ()))
-    root = data_mesh._get_root_mesh()
-    if len(names) != data_mesh.ndim + inner_mesh.ndim or root != inner_mesh._get_root_mesh():
-        raise ValueError(
-            "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named slices "
-            f"of one mesh; got {inner_mesh} and {data_mesh}"
-        )
-    return root[names]
