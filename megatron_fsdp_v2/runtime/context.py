@@ -41,6 +41,7 @@ class Context:
         for unit in self.units:
             unit.check_parameters()
             unit.check_values()
+            unit.warn_of_hooks()
         # The first forward may come under inference mode, and what is built here has to serve training too.
         with torch.inference_mode(False):
             for unit in self.units:

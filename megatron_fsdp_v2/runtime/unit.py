@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -156,6 +157,21 @@ class Unit:
             )
         self.valueless = []
 
+    def warn_of_hooks(self) -> None:
+        """Tell of hooks on parameters that nobody will call."""
+        hooked = [
+            name
+            for group in self.groups
+            for name, param in zip(group.names, group.sharded_params, strict=True)
+            if param._backward_hooks
+        ]
+        if hooked:
+            warnings.warn(
+                f"{', '.join(hooked)} of unit {self.name!r} have hooks from register_hook, which autograd never calls "
+                "for sharded parameters; use register_post_accumulate_grad_hook",
+                stacklevel=2,
+            )
+
     def prepare(self) -> None:
         """Build what computing needs. Runs once, when the unit joins a context."""
         assert self.context is not None
@@ -170,9 +186,15 @@ class Unit:
         """Refuse to go on with parameters that buffers don't stand behind any more.
 
         Raises:
-            RuntimeError: a parameter was replaced, converted, frozen, unfrozen or hooked after sharding, or a
-                gathered copy of it was written.
+            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding, or a gathered copy of
+                it was written.
         """
+        # Every forward pays for this, so it's looked for as a whole first, and by name only if something is wrong.
+        shown = self.is_bound or all([params.get(name) is sharded for params, name, sharded, _ in self._swaps])
+        if not self._swaps or not shown or not all([group.is_untouched() for group in self.groups]):
+            self._refuse_changes()
+
+    def _refuse_changes(self) -> None:
         for group in self.groups:
             params = zip(group.names, group.owners, group.sharded_params, group.local_params, strict=True)
             for name, owners, param, local in params:
@@ -180,11 +202,6 @@ class Unit:
                     raise RuntimeError(
                         f"requires_grad of parameter {name!r} of unit {self.name!r} was changed after fully_shard, "
                         "which groups parameters by it; freeze parameters before"
-                    )
-                if param._backward_hooks:
-                    raise RuntimeError(
-                        f"parameter {name!r} of unit {self.name!r} has a hook from register_hook, which autograd never "
-                        "calls for a sharded parameter; use register_post_accumulate_grad_hook"
                     )
                 shown = self.is_bound or all([owner._parameters.get(key) is param for owner, key in owners])
                 if not shown or param._local_tensor is not local:  # type: ignore[attr-defined]
