@@ -16,6 +16,7 @@ from ..memory.allocator import BucketAllocator, DynamicAllocator
 from ..sharding.gradients import GroupGradients
 from ..sharding.mesh import DataParallelMesh, among_neighbours
 from ..sharding.parameter_group import ParameterGroup
+from .agreement import Agreement
 from .order import OrderRecorder
 from .streams import Pending, Streams
 from .unit import Phase, Unit
@@ -29,6 +30,7 @@ class Context:
         self.units = list(units)
         self.streams = streams
         self.allocator: BucketAllocator = DynamicAllocator()
+        self.agreement = Agreement(root.mesh, root.agreement_mode)
         self.forward_order = OrderRecorder()
         self.backward_order = OrderRecorder()
         self._forward_ends: list[Unit] = []
@@ -42,6 +44,7 @@ class Context:
             unit.check_parameters()
             unit.check_values()
             unit.warn_of_hooks()
+        self.agreement.compare_structure(self.units)
         # The first forward may come under inference mode, and what is built here has to serve training too.
         with torch.inference_mode(False):
             for unit in self.units:
@@ -94,6 +97,7 @@ class Context:
                 # Only some of the unit's modules had a part in this forward.
                 unit.forget_rest()
                 self.end_unit_forward(unit)
+        self.agreement.compare("end the forward")
         self.in_root_forward = False
         self.forward_order.commit()
         self.backward_order.suppose(reversed(self._forward_ends))
@@ -184,6 +188,8 @@ class Context:
         self.backward_order.commit()
         self._recomputed = []
         self._end_of_backward = None
+        self.agreement.compare("end the backward")
+        self.agreement.end_step()
         if self.root.is_last_backward:
             self.settle_gradients()
 
@@ -228,12 +234,13 @@ class Context:
             stages = unit.stages_to_run(group)
             unused = ran and unit.reduces_unused
             if unused or gradients.has_new() or (overdue and gradients.is_waiting_before(stages)):
-                self._reduce(gradients, stages, force=unused)
+                self._reduce(unit, gradients, stages, force=unused)
 
-    def _reduce(self, gradients: GroupGradients, stages: int, force: bool = False) -> None:
+    def _reduce(self, unit: Unit, gradients: GroupGradients, stages: int, force: bool = False) -> None:
         # One reduction at a time: the memory of collected gradients is then one group's.
         self.finish_reductions()
         if gradients.collect(stages, force):
+            self.agreement.compare(f"reduce gradients of unit {unit.name!r}")
             self._in_flight.append((gradients, self.streams.run_reduction(gradients.reduce(stages))))
 
     def finish_reductions(self) -> None:
@@ -253,7 +260,7 @@ class Context:
                     continue
                 unused = include_unused and not gradients.is_exposed
                 if unused or gradients.has_pending or gradients.has_new():
-                    self._reduce(gradients, gradients.stages, force=unused)
+                    self._reduce(unit, gradients, gradients.stages, force=unused)
         self.settle_gradients()
 
     @torch.no_grad()

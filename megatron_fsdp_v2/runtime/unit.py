@@ -20,6 +20,7 @@ from .side_outputs import SideOutputs
 from .streams import Pending, Streams
 
 if TYPE_CHECKING:
+    from .agreement import Mode
     from .context import Context
 
 
@@ -68,6 +69,7 @@ class Unit:
         self.reduces_unused = False
         self.unshard_in_backward = True
         self.is_last_backward = True
+        self.agreement_mode: Mode = "first_step"
         self.post_optim_event: Any = None
         # What a user asked to gather ahead, in place of the unit that is expected next.
         self.forward_prefetch: tuple[Unit, ...] = ()
@@ -224,6 +226,8 @@ class Unit:
         versions = [group.main_version() for group in self.groups]
         stale = [pair for pair in zip(self.groups, versions, strict=True) if not pair[0].is_gathered(pair[1])]
         if stale:
+            assert self.context is not None
+            self.context.agreement.compare(f"gather unit {self.name!r}")
             self.finish_unshard()
             with torch.no_grad(), streams.gather_scope():
                 transfers = [group.start_gather(version) for group, version in stale]
