@@ -155,7 +155,7 @@ def methods_registered_as_forward(ranks: Ranks) -> None:
 
 @case(usual=(2,))
 def outputs_of_any_kind(ranks: Ranks) -> None:
-    """Dicts, dataclasses, tuples and what isn't a tensor. FSDP2 doesn't look into other objects, so the last is left."""
+    """Dicts, dataclasses, tuples and what isn't a tensor; not objects of other kinds, where FSDP2 finds no tensors."""
 
     def hidden(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x)["hidden"].square().mean()
