@@ -162,7 +162,10 @@ def _pre_backward(unit: Unit, version: int, begun: list[bool] | None, grad: Any)
     expected = context.backward_order.note(unit)
     if unit.unshard_in_backward:
         _make_ready(unit, context)
-    context.prefetch(expected, unit.backward_prefetch)
+    context.prefetch(
+        expected if expected is not None and expected.unshard_in_backward else None,
+        [other for other in unit.backward_prefetch if other.unshard_in_backward],
+    )
 
 
 def _post_backward(unit: Unit) -> None:

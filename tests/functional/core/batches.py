@@ -19,7 +19,7 @@ OTHER_STRATEGIES_WORLD = 2
 def cases_of(module: ModuleType, usual_worlds: tuple[int, ...] = USUAL_WORLDS) -> list[Any]:
     """Parameters (world, name) for every case of a module; all but the usual combinations belong to the full matrix.
 
-    Usual are ZeRO-3 with `usual_worlds`, the other strategies with two ranks, and cases without strategies.
+    Usual are ZeRO-3 with `usual_worlds`, the other strategies with two ranks, and what cases without strategies say.
     """
     params = []
     for function, value in vars(module).items():
@@ -28,7 +28,9 @@ def cases_of(module: ModuleType, usual_worlds: tuple[int, ...] = USUAL_WORLDS) -
             for strategy in declared.strategies or ("",):
                 name = f"{function}/{strategy}" if strategy else function
                 usual = usual_worlds if strategy == ZERO_3 else (OTHER_STRATEGIES_WORLD,)
-                if not strategy or not set(usual) & set(declared.worlds):
+                if not strategy:
+                    usual = declared.usual
+                elif not set(usual) & set(declared.worlds):
                     usual = declared.worlds
                 params += [_param(world, name, world in usual) for world in declared.worlds]
     return params

@@ -41,17 +41,26 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Numbers of ranks and strategies a case function runs with. No strategies: it isn't told one."""
+    """Numbers of ranks and strategies a case function runs with. No strategies: it isn't told one.
+
+    Without strategies, `usual` are the numbers of ranks that don't belong to the full matrix.
+    """
 
     worlds: tuple[int, ...]
     strategies: tuple[str, ...]
+    usual: tuple[int, ...]
 
 
-def case(*, worlds: Iterable[int] = (1, 2, 3, 4), strategies: Iterable[str] = ()) -> Callable[[Any], Any]:
-    """Declares `fn(ranks)`, or `fn(ranks, strategy)` when there are strategies, as a case."""
+def case(
+    *, worlds: Iterable[int] = (1, 2, 3, 4), strategies: Iterable[str] = (), usual: Iterable[int] | None = None
+) -> Callable[[Any], Any]:
+    """Declares `fn(ranks)`, or `fn(ranks, strategy)` when there are strategies, as a case.
+
+    All `worlds` are usual unless told otherwise.
+    """
 
     def declare(fn: Any) -> Any:
-        fn.case = Case(tuple(worlds), tuple(strategies))
+        fn.case = Case(tuple(worlds), tuple(strategies), tuple(worlds if usual is None else usual))
         return fn
 
     return declare
