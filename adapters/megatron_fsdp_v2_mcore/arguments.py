@@ -16,6 +16,9 @@ from .units import unresolvable_unit_names
 
 FLAG = "--use-megatron-fsdp-v2"
 UNITS_FLAG = "--fsdp-unit-modules"
+CHECK_FLAG = "--fsdp-check-ranks"
+# As in megatron_fsdp_v2.runtime.agreement, which a script that never asks for v2 shouldn't import.
+MODES = ("first_step", "always", "never")
 CHECKPOINT_FORMAT = "fsdp_dtensor"
 EXIT_CODE = 2
 
@@ -39,6 +42,13 @@ def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., A
             metavar="CLASS",
             help="Classes whose modules are sharded as one unit each, by name (TransformerLayer) or by path "
             "(package.module.Class), instead of the default transformer and Mamba layers.",
+        )
+        group.add_argument(
+            CHECK_FLAG,
+            choices=[mode.replace("_", "-") for mode in MODES],
+            default="first-step",
+            help="When ranks compare, before each collective, what they are about to do, to name the unit they "
+            "disagree on rather than hang. In every step it costs a small blocking collective each.",
         )
         _refuse_yaml(sys.argv)
         return parser

@@ -13,6 +13,7 @@ import torch
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.runtime.agreement import Mode
 
 from .arguments import asks_for_v2
 
@@ -23,6 +24,7 @@ class FSDPv2DDPConfig(DistributedDataParallelConfig):
 
     use_megatron_fsdp_v2: bool = True
     fsdp_unit_modules: tuple[str, ...] = ()
+    fsdp_check_ranks: Mode = "first_step"
 
 
 def wrap_get_megatron_ddp_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +36,11 @@ def wrap_get_megatron_ddp_config(original: Callable[..., Any]) -> Callable[..., 
         if not asks_for_v2(args):
             return stock
         values = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
-        return FSDPv2DDPConfig(**values, fsdp_unit_modules=tuple(args.fsdp_unit_modules))
+        return FSDPv2DDPConfig(
+            **values,
+            fsdp_unit_modules=tuple(args.fsdp_unit_modules),
+            fsdp_check_ranks=args.fsdp_check_ranks.replace("-", "_"),
+        )
 
     return get_megatron_ddp_config
 

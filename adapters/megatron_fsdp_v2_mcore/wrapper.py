@@ -91,7 +91,9 @@ class PluginFSDPv2(FullyShardedDataParallel):
         for unit in find_units(model, unit_names):
             # The backward starts where the forward ended, so the last unit's weights may stay.
             fully_shard(unit, reshard_after_forward=False if unit is last else None, **options)
-        return fully_shard(model, **options)
+        root: Any = fully_shard(model, **options)
+        root.set_agreement_check(self.ddp_config.fsdp_check_ranks)
+        return root
 
     # Gradients
 

@@ -27,7 +27,13 @@ RELATED = re.compile(
     r"main-(params|grads)|data-parallel|meta-device|double-buffer|communication-unit"
 )
 # Sharding of something else: input data, and a model for inference.
-UNRELATED = {"--no-data-sharding", "--inference-shards", "--use-megatron-fsdp-v2", "--fsdp-unit-modules"}
+UNRELATED = {
+    "--no-data-sharding",
+    "--inference-shards",
+    "--use-megatron-fsdp-v2",
+    "--fsdp-unit-modules",
+    "--fsdp-check-ranks",
+}
 
 MINIMAL = [
     "--num-layers",
