@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from .arguments import check_reduction, check_reshard
@@ -19,6 +19,7 @@ from .materialize import materialize
 from .module import FSDPModule, sharded_class
 from .offload import OffloadPolicy, Rest, offload_policy_of, rest_of
 from .precision import MixedPrecisionPolicy, mixed_precision_policy
+from .runtime.compilation import keep_out_of_graphs
 from .runtime.unit import Unit
 from .sharding.dtensor import RowShard, build_dtensor
 from .sharding.mesh import DataParallelMesh, data_parallel_mesh
@@ -94,6 +95,7 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
             f"reshard_after_forward={reshard_after_forward} has no effect: strategy={strategy!r} keeps weights whole",
             stacklevel=2,
         )
+    classes = [sharded_class(type(member)) for member in modules]
     sources = _sources(modules, _ignored(ignored_params))
     _check_sources(modules, sources, axes, shard_placement_fn)
     originals = [source.original for source in sources]
@@ -103,14 +105,17 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
         if not isinstance(source.original, DTensor) and source.original.device != axes.device:
             source.original.data = source.original.data.to(axes.device)
     _move_buffers(owners, axes.device)
-    unit = Unit(modules, _groups(sources, axes, plan, policy, rest_of(offload, axes.device)), axes, policy, reshard)
+    unit = Unit(
+        modules, owners, _groups(sources, axes, plan, policy, rest_of(offload, axes.device)), axes, policy, reshard
+    )
     _replace_parameters(unit, sources, originals)
     unit.valueless = valueless
     for group in unit.groups:
         if group.gradients is not None:
             group.gradients.set_reduction(grad_reduction == "average", grad_divisor)
-    for member in modules:
-        _make_sharded(member, unit)
+    keep_out_of_graphs(FSDPModule.__call__)
+    for member, new_class in zip(modules, classes, strict=True):
+        _make_sharded(member, new_class, unit)
     return module
 
 
@@ -134,9 +139,10 @@ def _modules(module: object) -> list[nn.Module]:
     return list(modules)
 
 
-def _make_sharded(module: nn.Module, unit: Unit) -> None:
-    module.__class__ = sharded_class(type(module))
-    module._fsdp_unit = unit  # type: ignore[assignment]
+def _make_sharded(module: nn.Module, new_class: type[nn.Module], unit: Unit) -> None:
+    # Past a __setattr__ of the module's own.
+    object.__setattr__(module, "__class__", new_class)
+    object.__setattr__(module, "_fsdp_unit", unit)
     module.register_state_dict_pre_hook(_rest_before_state_dict)
     module.register_state_dict_post_hook(_copyable_state)
     module.register_load_state_dict_pre_hook(_rest_before_load)
@@ -251,10 +257,10 @@ def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> N
             f"parameter {name} is a DTensor on the mesh {param.device_mesh} already; it can be sharded further only "
             "over another named dimension of the same mesh"
         )
-    if any(not placement.is_replicate() and placement != Shard(1) for placement in param.placements):
+    if any(type(placement) not in (Replicate, Shard) for placement in param.placements):
         raise ValueError(
-            f"parameter {name} has placements {param.placements}; only DTensors that are replicated or sharded along "
-            "another dimension than the rows can be sharded further"
+            f"parameter {name} has placements {param.placements}; only DTensors that are replicated or evenly sharded "
+            "can be sharded further"
         )
 
 

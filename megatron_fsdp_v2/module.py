@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from .arguments import check_flag, check_positive
 from .refused import RefusedMethods
+from .runtime.agreement import MODES, Mode
 from .runtime.context import Context
 from .runtime.hooks import ensure_context, run_forward
 from .runtime.unit import Unit
@@ -162,6 +163,22 @@ class FSDPModule(RefusedMethods):
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's gathers wait for ``event`` rather than for all that the present stream was given."""
         self._fsdp_unit.post_optim_event = event
+
+    def set_agreement_check(self, mode: Mode) -> None:
+        """When this root compares with other ranks what each is about to do, to name the unit rather than hang.
+
+        Args:
+            mode: ``first_step`` (as if not called), ``always``, or ``never``. To be set before the first forward.
+
+        Raises:
+            ValueError: another mode.
+            RuntimeError: the module ran already.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if self._fsdp_unit.context is not None:
+            raise RuntimeError(f"unit {self._fsdp_unit.name!r} ran already; call set_agreement_check before")
+        self._fsdp_unit.agreement_mode = mode
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: bring all units to rest; gradients not reduced yet are lost.

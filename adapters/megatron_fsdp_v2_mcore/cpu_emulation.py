@@ -5,6 +5,7 @@ Asked for by `MEGATRON_FSDP_V2_CPU_EMULATION=1` or `mfsdp2 run --cpu-emulation`,
 flow, collectives and numbers are right; stream order, memory and speed of a GPU can't be seen here.
 """
 
+import atexit
 import logging
 import os
 import sys
@@ -73,6 +74,7 @@ def enable(force: bool = False) -> None:
             _replace_item(undo, sys.modules, package, None)
         _replace_item(undo, os.environ, ENV_CPU_EMULATION, FORCE if force else "1")
         _forbid_compilation(undo)
+        _end_groups_at_exit(undo)
         _add_log_filter(undo, RANDOM_STATES, _OneGenerator())
         import_hook.install(cpu_emulation=True).undo_cpu_emulation = undo.pop_all().close
     _announce(len(table))
@@ -117,6 +119,18 @@ def _forbid_compilation(undo: ExitStack) -> None:
     if config is not None:
         undo.callback(setattr, config, "disable", config.disable)
         config.disable = True
+
+
+def _end_groups_at_exit(undo: ExitStack) -> None:
+    """Stock scripts leave their process groups to the interpreter's end, which gloo's threads don't always survive."""
+    import torch.distributed as dist
+
+    def end_groups() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(end_groups)
+    undo.callback(atexit.unregister, end_groups)
 
 
 def _add_log_filter(undo: ExitStack, logger: str, log_filter: logging.Filter) -> None:

@@ -209,6 +209,11 @@ _COMMUNICATION = [
     ),
     _refused("--delay-wgrad-compute", "delayed weight gradients are not supported yet", _on("delay_wgrad_compute")),
     _refused(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "delayed weight gradients are not supported yet",
+        _on("overlap_dispatch_backward_with_experts_wgrad"),
+    ),
+    _refused(
         "--overlap-moe-expert-parallel-comm",
         "the combined schedule is not supported yet",
         _on("overlap_moe_expert_parallel_comm"),
@@ -246,6 +251,7 @@ _TRAINING = [
         "ranks hold different rows",
         _on("check_weight_hash_across_dp_replicas_interval"),
     ),
+    _refused("--save-params-interval", "ranks hold different rows", _on("save_params_interval")),
     _refused("--save-wgrads-interval", "there are no whole gradients to save", _on("save_wgrads_interval")),
     _refused("--yaml-cfg", "it skips the checks of the command line", _on("yaml_cfg")),
 ]

@@ -1,4 +1,4 @@
-"""Initialisers for parallel layers of Megatron-Core that have none, so that they may be built on the meta device."""
+"""Initialisers for layers that Megatron-Core fills elsewhere, so that they may be built on the meta device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,22 @@ _WEIGHT_METHODS = {
     "RowParallelLinear": "output_layer_init_method",
     "VocabParallelEmbedding": "embedding_init_method",
 }
+# Plain torch layers that their owner fills after it built them; their own initialiser would leave other values.
+_FILLED_BY_OWNER = {
+    "LanguageModelEmbedding": {
+        "position_embeddings": "embedding_init_method",
+        "tokentype_embeddings": "embedding_init_method",
+    },
+}
 
 
 def provide_initializers(model: nn.Module) -> None:
-    """Gives every parallel layer below `model` that holds meta parameters a `reset_parameters`, if it has none."""
+    """Gives layers below `model` that hold meta parameters the `reset_parameters` that fills them as stock does.
+
+    That is every parallel layer that has none, and the layers of an owner that fills them itself.
+    """
     for module in model.modules():
+        _take_over_from_owner(module)
         if hasattr(module, "reset_parameters") or not any(p.is_meta for p in module.parameters(recurse=False)):
             continue
         for cls in type(module).__mro__:
@@ -27,6 +38,14 @@ def provide_initializers(model: nn.Module) -> None:
                 method = getattr(module.config, _WEIGHT_METHODS[cls.__name__])
                 module.reset_parameters = partial(_fill, module, method)  # type: ignore[assignment]
                 break
+
+
+def _take_over_from_owner(owner: nn.Module) -> None:
+    for cls in type(owner).__mro__:
+        for name, method in _FILLED_BY_OWNER.get(cls.__name__, {}).items():
+            layer = getattr(owner, name, None)
+            if layer is not None and layer.weight.is_meta:
+                layer.reset_parameters = partial(_fill, layer, getattr(owner.config, method))
 
 
 @torch.no_grad()

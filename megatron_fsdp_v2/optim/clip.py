@@ -67,11 +67,15 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is at most ``max_norm``; returns the norm before (0-dim, fp32).
 
-    A parameter without a gradient counts as zero. A rank whose shards are all empty takes part all the same.
+    A parameter without a gradient counts as zero. A rank whose shards are all empty takes part all the same, which
+    ``torch.nn.utils.clip_grad_norm_`` can't do for ``norm_type=inf``.
 
     Raises:
+        TypeError: ``max_norm`` isn't a number.
+        ValueError: ``max_norm`` is negative or not a number, or ``norm_type`` isn't positive.
         RuntimeError: ``error_if_nonfinite`` and the norm is infinite or not a number.
     """
+    _check_max_norm(max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = get_total_norm([param.grad for param in parameters if param.grad is not None], norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -107,6 +111,13 @@ def _norm_device(tensors: list[torch.Tensor]) -> torch.device:
         if isinstance(tensor, DTensor):
             return comm_device(tensor.device_mesh)
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _check_max_norm(max_norm: object) -> None:
+    if not isinstance(max_norm, (int, float)):
+        raise TypeError(f"max_norm must be a number, got {max_norm!r}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
 
 
 def _local_power(shards: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

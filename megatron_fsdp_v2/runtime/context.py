@@ -16,6 +16,7 @@ from ..memory.allocator import BucketAllocator, DynamicAllocator
 from ..sharding.gradients import GroupGradients
 from ..sharding.mesh import DataParallelMesh, among_neighbours
 from ..sharding.parameter_group import ParameterGroup
+from .agreement import Agreement
 from .order import OrderRecorder
 from .streams import Pending, Streams
 from .unit import Phase, Unit
@@ -29,6 +30,7 @@ class Context:
         self.units = list(units)
         self.streams = streams
         self.allocator: BucketAllocator = DynamicAllocator()
+        self.agreement = Agreement(root.mesh, root.agreement_mode)
         self.forward_order = OrderRecorder()
         self.backward_order = OrderRecorder()
         self._forward_ends: list[Unit] = []
@@ -41,6 +43,8 @@ class Context:
         for unit in self.units:
             unit.check_parameters()
             unit.check_values()
+            unit.warn_of_hooks()
+        self.agreement.compare_structure(self.units)
         # The first forward may come under inference mode, and what is built here has to serve training too.
         with torch.inference_mode(False):
             for unit in self.units:
@@ -93,6 +97,7 @@ class Context:
                 # Only some of the unit's modules had a part in this forward.
                 unit.forget_rest()
                 self.end_unit_forward(unit)
+        self.agreement.compare("end the forward")
         self.in_root_forward = False
         self.forward_order.commit()
         self.backward_order.suppose(reversed(self._forward_ends))
@@ -180,11 +185,13 @@ class Context:
             # A backward may run inside the forward of units that have no part in it.
             if unit.reshard_after_backward and unit.phase is Phase.IDLE:
                 unit.reshard(self.streams)
-        if self.root.is_last_backward:
-            self.settle_gradients()
         self.backward_order.commit()
         self._recomputed = []
         self._end_of_backward = None
+        self.agreement.compare("end the backward")
+        self.agreement.end_step()
+        if self.root.is_last_backward:
+            self.settle_gradients()
 
     def reset(self) -> None:
         """Bring every unit to rest after a pass that raised, and forget the gradients it left anywhere."""
@@ -227,12 +234,13 @@ class Context:
             stages = unit.stages_to_run(group)
             unused = ran and unit.reduces_unused
             if unused or gradients.has_new() or (overdue and gradients.is_waiting_before(stages)):
-                self._reduce(gradients, stages, force=unused)
+                self._reduce(unit, gradients, stages, force=unused)
 
-    def _reduce(self, gradients: GroupGradients, stages: int, force: bool = False) -> None:
+    def _reduce(self, unit: Unit, gradients: GroupGradients, stages: int, force: bool = False) -> None:
         # One reduction at a time: the memory of collected gradients is then one group's.
         self.finish_reductions()
         if gradients.collect(stages, force):
+            self.agreement.compare(f"reduce gradients of unit {unit.name!r}")
             self._in_flight.append((gradients, self.streams.run_reduction(gradients.reduce(stages))))
 
     def finish_reductions(self) -> None:
@@ -252,15 +260,15 @@ class Context:
                     continue
                 unused = include_unused and not gradients.is_exposed
                 if unused or gradients.has_pending or gradients.has_new():
-                    self._reduce(gradients, gradients.stages, force=unused)
+                    self._reduce(unit, gradients, gradients.stages, force=unused)
         self.settle_gradients()
 
     @torch.no_grad()
     def settle_gradients(self) -> None:
-        """Finish the reductions in flight and make ``.grad`` final."""
+        """Finish the reductions in flight, make ``.grad`` final, and call users' hooks, which may step an optimizer."""
         self.finish_reductions()
-        for gradients in self.all_gradients():
-            gradients.expose()
+        for gradients in [gradients for gradients in self.all_gradients() if gradients.expose()]:
+            gradients.call_hooks()
 
     def all_gradients(self) -> list[GroupGradients]:
         """Gradients of all trainable groups, in registration order."""
@@ -279,25 +287,24 @@ class Context:
         self._gathered_names = {
             id(param): name for group in groups for name, param in zip(group.names, group.unsharded_params, strict=True)
         }
-        context = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if live := context():
-                live.check_optimizer(optimizer)
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if live := context():
-                live.note_step(optimizer)
-
-        for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
-            weakref.finalize(self, handle.remove)
+        for register, method in (
+            (register_optimizer_step_pre_hook, Context.check_optimizer),
+            (register_optimizer_step_post_hook, Context.note_step),
+        ):
+            handle = register(_StepHook(weakref.ref(self), method))
+            # Those of contexts that are gone go now: garbage collection may come while torch runs through its hooks.
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _StepHook) and hook.context() is None]:
+                del hooks[key]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step.
 
         Raises:
-            RuntimeError: it was given gathered weights.
+            RuntimeError: it was given gathered weights, or gradients of its parameters were never reduced.
         """
+        self.clear_failed_backward()
         if not self.root.is_last_backward:
             self.settle_gradients()
         names = [self._gathered_names[key] for key in _param_ids(optimizer) if key in self._gathered_names]
@@ -307,11 +314,33 @@ class Context:
                 "while the module is at rest: before a forward, or after a backward"
             )
 
+        stepped = {id(self._group_of[key]) for key in _param_ids(optimizer) if key in self._group_of}
+        for unit in self.units:
+            for group in unit.groups:
+                if id(group) in stepped and group.gradients is not None and group.gradients.has_new():
+                    raise RuntimeError(
+                        f"unit {unit.name!r} got gradients that no backward through its outputs announced, so they "
+                        "were not reduced; call finish_grad_sync() on the root before the optimizer steps"
+                    )
+
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped, which may write weights through raw pointers that no version counter sees."""
         for group in {self._group_of.get(key) for key in _param_ids(optimizer)}:
             if group is not None:
                 group.mark_updated()
+
+
+class _StepHook:
+    """Tells a context, while it lives, of the steps of all optimizers."""
+
+    def __init__(self, context: weakref.ref[Context], method: Callable[[Context, Optimizer], None]) -> None:
+        self.context = context
+        self._method = method
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        context = self.context()
+        if context is not None:
+            self._method(context, optimizer)
 
 
 def _param_ids(optimizer: Optimizer) -> list[int]:

@@ -33,7 +33,10 @@ def ensure_context(unit: Unit, named_units: list[tuple[str, Unit]]) -> Context:
             if other.reshard_after_forward is None:
                 # The root's backward follows its forward at once; freeing its weights in between saves nothing.
                 other.reshard_after_forward = other is not unit
-        return Context(unit, [other for _, other in named_units], streams_for(unit.device))
+        # The first call may come from inside torch.compile, which would trace how a context is made.
+        make = torch.compiler.disable(Context)
+        context: Context = make(unit, [other for _, other in named_units], streams_for(unit.device))
+        return context
     return unit.context
 
 
@@ -79,6 +82,7 @@ def _before_forward(unit: Unit, context: Context, module: nn.Module) -> bool:
         expected = context.forward_order.note(unit)
     else:
         # A module below the root runs alone: gathers must see what was written to its weights before.
+        unit.check_parameters()
         context.streams.gather_after_compute()
     unit.forward_version = _make_ready(unit, context)
     context.prefetch(expected, unit.forward_prefetch)
@@ -92,7 +96,7 @@ def _after_forward(unit: Unit, context: Context, output: Any) -> Any:
         output = map_tensors(output, partial(_cast, dtype=dtype))
     tensors = list(tensors_in(output))
     if torch.is_grad_enabled():
-        _watch_outputs(unit, tensors, unit.backward_begun)
+        _watch_outputs(unit, [*tensors, *unit.side_outputs.collect()], unit.backward_begun)
     returns_freed = over and unit.frees_after_forward and unit.owns_full_memory_of(tensors)
     if over:
         context.end_unit_forward(unit)
@@ -124,7 +128,7 @@ def _run_recomputation(unit: Unit, context: Context, forward: Callable[..., Any]
     if dtype is not None:
         output = map_tensors(output, partial(_cast, dtype=dtype))
     if torch.is_grad_enabled():
-        _watch_outputs(unit, list(tensors_in(output)), None)
+        _watch_outputs(unit, [*tensors_in(output), *unit.side_outputs.collect()], None)
     return output
 
 
@@ -211,7 +215,10 @@ def _prepare_inputs(unit: Unit, args: Any, kwargs: Any, marked: bool) -> tuple[A
     inputs = (args, kwargs)
     if dtype is not None:
         inputs = map_tensors(inputs, partial(_cast, dtype=dtype))
-    return _mark_inputs(unit, inputs) if marked and torch.is_grad_enabled() else inputs
+    if torch.is_grad_enabled():
+        inputs = _mark_inputs(unit, inputs) if marked else inputs
+        unit.side_outputs.note_arguments([*inputs[0], *inputs[1].values()])
+    return inputs
 
 
 def _mark_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -15,9 +16,11 @@ from ..precision import MixedPrecisionPolicy
 from ..sharding.buffer import gather_together
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.parameter_group import ParameterGroup, memory_of
+from .side_outputs import SideOutputs
 from .streams import Pending, Streams
 
 if TYPE_CHECKING:
+    from .agreement import Mode
     from .context import Context
 
 
@@ -38,11 +41,15 @@ _ALLOWED = {
 
 
 class Unit:
-    """State of one call of ``fully_shard``: of its module, or its modules, which are gathered and freed together."""
+    """State of one call of ``fully_shard``: of its module, or its modules, which are gathered and freed together.
+
+    ``owners`` are they and those below them in no inner unit.
+    """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        owners: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         mesh: DataParallelMesh,
         mp_policy: MixedPrecisionPolicy,
@@ -50,6 +57,7 @@ class Unit:
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self.name = ", ".join([type(module).__name__ for module in modules])
+        self.side_outputs = SideOutputs(owners)
         self.groups = list(groups)
         self.mesh = mesh
         self.mp_policy = mp_policy
@@ -61,6 +69,7 @@ class Unit:
         self.reduces_unused = False
         self.unshard_in_backward = True
         self.is_last_backward = True
+        self.agreement_mode: Mode = "first_step"
         self.post_optim_event: Any = None
         # What a user asked to gather ahead, in place of the unit that is expected next.
         self.forward_prefetch: tuple[Unit, ...] = ()
@@ -150,6 +159,21 @@ class Unit:
             )
         self.valueless = []
 
+    def warn_of_hooks(self) -> None:
+        """Tell of hooks on parameters that nobody will call."""
+        hooked = [
+            name
+            for group in self.groups
+            for name, param in zip(group.names, group.sharded_params, strict=True)
+            if param._backward_hooks
+        ]
+        if hooked:
+            warnings.warn(
+                f"{', '.join(hooked)} of unit {self.name!r} have hooks from register_hook, which autograd never calls "
+                "for sharded parameters; use register_post_accumulate_grad_hook",
+                stacklevel=2,
+            )
+
     def prepare(self) -> None:
         """Build what computing needs. Runs once, when the unit joins a context."""
         assert self.context is not None
@@ -164,9 +188,15 @@ class Unit:
         """Refuse to go on with parameters that buffers don't stand behind any more.
 
         Raises:
-            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding, or a gathered copy
-                of it was written.
+            RuntimeError: a parameter was replaced, converted, frozen or unfrozen after sharding, or a gathered copy of
+                it was written.
         """
+        # Every forward pays for this, so it's looked for as a whole first, and by name only if something is wrong.
+        shown = self.is_bound or all([params.get(name) is sharded for params, name, sharded, _ in self._swaps])
+        if not self._swaps or not shown or not all([group.is_untouched() for group in self.groups]):
+            self._refuse_changes()
+
+    def _refuse_changes(self) -> None:
         for group in self.groups:
             params = zip(group.names, group.owners, group.sharded_params, group.local_params, strict=True)
             for name, owners, param, local in params:
@@ -196,6 +226,8 @@ class Unit:
         versions = [group.main_version() for group in self.groups]
         stale = [pair for pair in zip(self.groups, versions, strict=True) if not pair[0].is_gathered(pair[1])]
         if stale:
+            assert self.context is not None
+            self.context.agreement.compare(f"gather unit {self.name!r}")
             self.finish_unshard()
             with torch.no_grad(), streams.gather_scope():
                 transfers = [group.start_gather(version) for group, version in stale]

@@ -208,11 +208,22 @@ class GroupGradients:
             if not waits:
                 store.free()
 
-    def expose(self) -> None:
-        """Make the main gradients visible as ``.grad`` where the optimizer's dtype isn't the accumulation dtype."""
-        if self._to_expose:
+    def expose(self) -> bool:
+        """Make the main gradients visible as ``.grad`` where the optimizer's dtype isn't the accumulation dtype.
+
+        True if something was reduced into them since the last call.
+        """
+        reduced, self._to_expose = self._to_expose, False
+        if reduced:
             self.main.show()
-        self._to_expose = False
+        return reduced
+
+    def call_hooks(self) -> None:
+        """Call what users registered with ``register_post_accumulate_grad_hook`` on the sharded parameters."""
+        for param in self._sharded_params:
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+            for hook in list(hooks.values()) if hooks else ():
+                hook(param)
 
     def free_if_cleared(self) -> None:
         """Give the memory of main gradients back if ``.grad`` of no parameter shows them any more."""

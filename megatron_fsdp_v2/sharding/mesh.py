@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ class DataParallelMesh:
     shard: MeshAxis
     outer: MeshAxis | None
     device: torch.device
+    _joined: dict[tuple[DeviceMesh, bool], DeviceMesh] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
@@ -42,6 +43,38 @@ class DataParallelMesh:
             self.device_mesh.device_type,
             mesh=self.device_mesh.mesh.t().contiguous(),
             mesh_dim_names=(names[1], names[0]),
+        )
+
+    def below(self, inner: DeviceMesh, nested: bool) -> DeviceMesh:
+        """The mesh of a tensor that was cut over ``inner`` before data parallelism: its dimensions, then ours.
+
+        A DTensor's placements are applied in the order of its mesh, so what was cut first comes first. ``nested`` puts
+        the shard axis before the outer one.
+
+        Raises:
+            ValueError: ``inner`` and the data-parallel mesh aren't named slices of one mesh.
+        """
+        key = (inner, nested)
+        if key not in self._joined:
+            self._joined[key] = self._build_below(inner, nested)
+        return self._joined[key]
+
+    def _build_below(self, inner: DeviceMesh, nested: bool) -> DeviceMesh:
+        own = list(self.device_mesh.mesh_dim_names or ())
+        order = [*(inner.mesh_dim_names or ()), *(reversed(own) if nested else own)]
+        root = self.device_mesh._get_root_mesh()
+        if len(order) != self.device_mesh.ndim + inner.ndim or root != inner._get_root_mesh():
+            raise ValueError(
+                "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named "
+                f"slices of one mesh; got {inner} and {self.device_mesh}"
+            )
+        joined = root[tuple(sorted(order, key=(root.mesh_dim_names or ()).index))]
+        dims = [(joined.mesh_dim_names or ()).index(name) for name in order]
+        return DeviceMesh.from_group(
+            [joined.get_group(dim) for dim in dims],
+            joined.device_type,
+            mesh=joined.mesh.permute(dims).contiguous(),
+            mesh_dim_names=tuple(order),
         )
 
 
@@ -62,7 +95,8 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
 
     Raises:
         TypeError: ``mesh`` isn't a DeviceMesh.
-        ValueError: it has more than two dimensions, doesn't contain this rank, or its device type isn't available.
+        ValueError: it has more than two dimensions, lists ranks in another than ascending order, doesn't contain this
+            rank, or its device type isn't available.
         RuntimeError: there's no process group to build a default mesh from.
     """
     if mesh is None:
@@ -73,6 +107,11 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must be 1-D (shard) or 2-D (outer, shard), got {mesh.ndim} dimensions: {mesh}")
+    if any(bool((mesh.mesh.diff(dim=dim) <= 0).any()) for dim in range(mesh.ndim)):
+        raise ValueError(
+            f"mesh must list ranks in ascending order along each dimension, as its process groups do; got "
+            f"{mesh.mesh.tolist()}"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} isn't part of the mesh {mesh}")
     device = _device_of(mesh.device_type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ from .gradients import GroupGradients
 from .layout import GroupLayout, plan_layout
 from .mesh import DataParallelMesh
 from .transient import TransientBuffer
+
+_version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
+_local_tensor = attrgetter("_local_tensor")
 
 # Attributes of a parameter that belong to the object: what makes it a DTensor, and the mark of its unit.
 _NOT_COPIED = ("_spec", "_local_tensor", "_fsdp_owner")
@@ -79,6 +84,9 @@ class ParameterGroup:
         pieces = mesh.shard.size * (mesh.outer.size if mesh.outer and self._cut_by_outer else 1)
         self.layout: GroupLayout = plan_layout([tuple(source.local.shape) for source in sources], pieces)
         self._allocate_weights()
+        # What users write to a shard counts in the version of these, and gathers into the buffer it is part of don't.
+        self.aliases = [piece.data for piece in self.main.pieces]
+        self._aliased = DataParallelBuffer(self.layout, mesh, self.main.placements, self.aliases)
         self.sharded_params: list[nn.Parameter] = [
             self._sharded_param(index, source) for index, source in enumerate(sources)
         ]
@@ -124,12 +132,21 @@ class ParameterGroup:
 
     def main_version(self) -> int:
         """A number that grows whenever main weights are known to have been written."""
-        params = zip(self.sharded_params, self.local_params, strict=True)
-        return self._writes + sum([param._version + local._version for param, local in params])
+        version: int = self._writes + sum(map(_version, self.sharded_params)) + sum(map(_version, self.aliases))
+        return version
 
     def gathered_version(self) -> int:
         """A number that grows whenever somebody else than a gather is known to have written the gathered weights."""
-        return sum([param._version for param in self.unsharded_params])
+        return sum(map(_version, self.unsharded_params))
+
+    def is_untouched(self) -> bool:
+        """Whether the parameters still are what was made of them, and gathered weights were not written."""
+        params = self.sharded_params
+        return (
+            list(map(_requires_grad, params)).count(self.trainable) == len(params)
+            and all(map(is_, map(_local_tensor, params), self.local_params))
+            and self._gathered_writes == self.gathered_version()
+        )
 
     def lost_writes(self) -> bool:
         """Whether gathered weights were written since the last call. Main weights don't hear of it."""
@@ -256,7 +273,7 @@ class ParameterGroup:
                 current = target
 
     def _sharded_param(self, index: int, source: ParamSource) -> nn.Parameter:
-        rows = self.main.param_rows(index)
+        rows = self._aliased.param_rows(index)
         split = self.layout.split(index, self.main.shards).range(self.main.index)
         with torch.no_grad():
             rows.copy_(source.local[split.start : split.start + split.count])
@@ -266,8 +283,7 @@ class ParameterGroup:
             build_dtensor(rows.new_empty(0), mesh, placements, tuple(source.original.shape)),
             requires_grad=source.original.requires_grad,
         )
-        # A version counter of its own: that of the rows counts every gather into the buffer they are part of.
-        param._local_tensor = rows.data  # type: ignore[attr-defined]
+        param._local_tensor = rows  # type: ignore[attr-defined]
         vars(param).update(source.attributes)
         return param
 
@@ -285,7 +301,7 @@ class ParameterGroup:
             cut = [*[Replicate()] * (mesh.ndim - 1), RowShard(self.layout.split(index, shards))]
         if inner is None:
             return mesh, cut
-        return _joined_mesh(mesh, inner.mesh), [*cut, *inner.placements]
+        return self.mesh.below(inner.mesh, nested=outer_cut), [*inner.placements, *cut]
 
     def _unsharded_param(self, index: int) -> nn.Parameter:
         view = self.full.param_rows(index)
@@ -307,14 +323,3 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _joined_mesh(data_mesh: DeviceMesh, inner_mesh: DeviceMesh) -> DeviceMesh:
-    names = (*(data_mesh.mesh_dim_names or ()), *(inner_mesh.mesh_dim_names or ()))
-    root = data_mesh._get_root_mesh()
-    if len(names) != data_mesh.ndim + inner_mesh.ndim or root != inner_mesh._get_root_mesh():
-        raise ValueError(
-            "a DTensor parameter can be sharded further only if its mesh and the data-parallel mesh are named slices "
-            f"of one mesh; got {inner_mesh} and {data_mesh}"
-        )
-    return root[names]

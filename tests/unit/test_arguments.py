@@ -68,6 +68,11 @@ def test_a_run_without_our_flag_is_not_judged() -> None:
         ({"fsdp_unit_modules": ["json.dumps"]}, ["is not a module class"]),
         ({"fsdp_unit_modules": ["Linear", "torch.nn.Linear"]}, []),
         ({"use_megatron_fsdp_v2": False, "fsdp_unit_modules": ["Linear"]}, [f"needs {FLAG}"]),
+        (
+            {"overlap_dispatch_backward_with_experts_wgrad": True, "delay_wgrad_compute": True},
+            ["--delay-wgrad-compute", "--overlap-dispatch-backward-with-experts-wgrad"],
+        ),
+        ({"save_params_interval": 5}, ["--save-params-interval"]),
         ({"save": "d", "load": "d", "nccl_ub": True}, ["--use-nccl-ub", "--save", "--load"]),
     ],
 )

@@ -23,7 +23,7 @@ ALLOWED = {
 
 def bare_unit(module: nn.Module) -> Unit:
     mesh = cast(Any, SimpleNamespace(device=torch.device("cpu")))
-    return Unit([module], [], mesh, MixedPrecisionPolicy(), None)
+    return Unit([module], [module], [], mesh, MixedPrecisionPolicy(), None)
 
 
 def test_a_unit_starts_idle() -> None:

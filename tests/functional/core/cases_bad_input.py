@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from tests.functional.core.cases_support import (
     STRATEGIES,
     WIDTH,
     ZERO_3,
+    Block,
     Duel,
     Net,
     Ranks,
@@ -125,6 +127,8 @@ def meshes(ranks: Ranks) -> None:
         elsewhere = DeviceMesh(device, list(range(ranks.world)), _init_backend=False)
         assert_refused(linear, ValueError, "mesh", repr(device), "'cpu' mesh", mesh=elsewhere)
     if ranks.world > 1:
+        backwards = DeviceMesh("cpu", list(range(ranks.world))[::-1])
+        assert_refused(linear, ValueError, "ascending order", str(backwards.mesh.tolist()), mesh=backwards)
         others = DeviceMesh("cpu", list(range(ranks.world - 1)))
         if ranks.rank == ranks.world - 1:
             assert_refused(linear, ValueError, f"rank {ranks.rank} isn't part of the mesh", mesh=others)
@@ -140,8 +144,8 @@ def no_process_group(ranks: Ranks) -> None:
 
 @case(worlds=(1, 2))
 def arguments_of_the_wrong_type(ranks: Ranks) -> None:
-    words = "reshard_after_forward must be True, False or None"
-    for value in (1, 2, "yes"):
+    words = "reshard_after_forward must be True, False, None or a number of ranks that divides"
+    for value in (0, -1, 5, 1.0, "yes"):
         assert_refused(linear, ValueError, words, repr(value), reshard_after_forward=value)
     for value in (torch.bfloat16, "bf16", {}):
         assert_refused(linear, TypeError, "mp_policy", type(value).__name__, mp_policy=value)
@@ -182,6 +186,32 @@ def modules_that_cannot_be_units(ranks: Ranks) -> None:
     with refused(ValueError, "Linear.weight", "sharded already", "inner modules before outer ones"):
         fully_shard(root[0])
     root(torch.randn(2, WIDTH)).sum().backward()
+
+
+class Tagged(nn.Linear):
+    """Can't be subclassed without a tag."""
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        super().__init_subclass__()
+
+
+class Guarded(Block):
+    """Lets nobody set an attribute once it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("built"):
+            raise AttributeError(f"{name} can't be set")
+        super().__setattr__(name, value)
+
+
+@case(worlds=(1, 2))
+def classes_of_their_own_mind(ranks: Ranks) -> None:
+    assert_refused(lambda: Tagged(WIDTH, 3), TypeError, "tag")
+    Duel(ranks, Guarded(), fully_shard).train(steps=1)
 
 
 class Odd(nn.Module):
@@ -259,6 +289,8 @@ def copying_after_fully_shard(ranks: Ranks) -> None:
     for module in (net, net.layers[1], nn.Sequential(net)):
         with refused(RuntimeError, "deep-copied", "state_dict"):
             copy.deepcopy(module)
+        with refused(RuntimeError, "copied or pickled", "state_dict"):
+            pickle.dumps(module)
     net(torch.randn(2, WIDTH)).sum().backward()
 
 
@@ -281,6 +313,9 @@ def arguments_of_methods(ranks: Ranks) -> None:
     for norm_type in (0.0, -1.0):
         with refused(ValueError, "norm_type"):
             clip_grad_norm_(net.parameters(), 1.0, norm_type)
+    for value, kind in ((-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError), (None, TypeError)):
+        with no_collectives(), refused(kind, "max_norm must be", repr(value)):
+            clip_grad_norm_(net.parameters(), value)  # type: ignore[arg-type]
     duel.compare_gradients()
     duel.optimizer.zero_grad()
     duel.reference.zero_grad()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp_v2 import clip_grad_norm_, full_tensor, fully_shard
 from tests.functional.core.cases_support import STRATEGIES, Ranks, adamw, case, refused
@@ -88,12 +88,49 @@ def experts_held_as_plain_local_weights(ranks: Ranks, strategy: str) -> None:
     torch.testing.assert_close(full_tensor(model.weight), reference.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
+class ColumnParallel(nn.Module):
+    """A linear layer whose weight and bias are cut along the rows over a mesh; its input and output are whole."""
+
+    def __init__(self, reference: nn.Linear, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(distribute_tensor(reference.weight.detach(), mesh, [Shard(0)]))
+        self.bias = nn.Parameter(distribute_tensor(reference.bias.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Replicate()])
+        return nn.functional.linear(whole, self.weight, self.bias).full_tensor()
+
+
+@case(worlds=(4,), strategies=STRATEGIES)
+def weights_cut_by_rows(ranks: Ranks, strategy: str) -> None:
+    """(7, 6) over tensor-parallel 2, so 4 and 3 rows locally, sharded further over data-parallel 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reference = nn.Linear(6, 7)
+    model: Any = fully_shard(ColumnParallel(reference, mesh["tp"]), mesh=mesh["dp"], strategy=strategy)
+    assert model.weight.shape == (7, 6)
+    optimizers = [adamw(model.parameters()), adamw(reference.parameters())]
+    for _ in range(3):
+        for _ in range(3):
+            data = torch.randn(2, 5, 6)
+            model(data[mesh.get_local_rank("dp")]).square().mean().backward()
+            reference(data).square().mean().backward()
+        ours = clip_grad_norm_(model.parameters(), 1.0)
+        torch.testing.assert_close(ours, torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(ours), theirs.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
 @case(worlds=(4,))
-def weights_cut_by_rows_are_refused_by_name(ranks: Ranks) -> None:
+def partial_weights_are_refused_by_name(ranks: Ranks) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(4, 4, bias=False)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
-    with refused(ValueError, "Linear.weight", "Shard"):
+    model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh["tp"], [Partial()]))
+    with refused(ValueError, "Linear.weight", "Partial"):
         fully_shard(model, mesh=mesh["dp"])
     with refused(ValueError, "Linear.weight"):
         fully_shard(model, mesh=mesh["tp"])

@@ -46,7 +46,11 @@ CASES = [
         f"--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer --bf16 {SHORT}",
     ),
     _case("meta", f"{V2} --init-model-with-meta-device --use-cpu-initialization", inspections.initial_weights),
-    _case("norms on meta", f"{V2} --init-model-with-meta-device", inspections.initial_weights),
+    _case(
+        "norms on meta",
+        f"{V2} --init-model-with-meta-device --position-embedding-type learned_absolute",
+        inspections.initial_weights,
+    ),
     _case("random init, replicated", f"{V2} --data-parallel-sharding-strategy no_shard --data-parallel-random-init"),
     _case("random init, sharded", f"{V2} --data-parallel-random-init"),
     _case("bf16 main weights", f"{V2} --bf16 --megatron-fsdp-main-params-dtype bf16"),
