@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,12 @@ def test_drift_is_named() -> None:
         "parameter fresh=3 is new",
         "parameter own must be given here and is unknown there",
     ]
+
+
+def test_everything_is_in_the_table() -> None:
+    """Each argument, method and name has its word in the documentation."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md").read_text()
+    arguments = inspect.signature(megatron_fsdp_v2.fully_shard).parameters
+    names = {*arguments, *METHODS, *fsdp2.__all__, *public_methods(megatron_fsdp_v2.FSDPModule)}
+    missing = sorted(name for name in names if f"`{name}`" not in text)
+    assert not missing, f"docs/fsdp2.md says nothing of {missing}"
