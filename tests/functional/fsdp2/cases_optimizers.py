@@ -129,6 +129,28 @@ def clipping_with_ours(ranks: Ranks) -> None:
 
 
 @case(usual=(2,))
+def optimizer_steps_in_backward(ranks: Ranks) -> None:
+    """One optimizer per parameter, stepped by a hook as soon as the gradient is reduced."""
+    trio = Trio(ranks, Net(), optimizer=sgd)
+    stepped: list[list[str]] = [[], [], []]
+    for names, model in zip(stepped, (*trio.both, trio.reference), strict=True):
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(partial(_step_one, names, name, sgd([param])))
+    for _ in range(3):
+        trio.backward()
+        assert all(param.grad is None for model in trio.both for param in model.parameters())
+        trio.compare_weights()
+    for names in stepped:
+        assert sorted(names) == sorted(stepped[2])
+
+
+def _step_one(names: list[str], name: str, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
+    names.append(name)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@case(usual=(2,))
 def gradient_scaler(ranks: Ranks) -> None:
     """An overflow that only one rank sees makes all of them skip the step and halve the scale."""
     trio = Trio(ranks, Net(), optimizer=sgd)

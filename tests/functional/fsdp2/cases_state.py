@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.counting import StepCounter
 from megatron_fsdp_v2 import full_tensor, fully_shard
+from tests.functional.core.cases_dtensor import shared_folder
 from tests.functional.core.cases_support import WIDTH, Block, Net, Ranks, adamw, case, refused, squared
 from tests.functional.fsdp2.trio import Trio, by_layers, whole
 
@@ -148,12 +149,19 @@ class Mlp(nn.Module):
 
 
 @case(worlds=(4,))
-def tensor_parallelism_by_columns(ranks: Ranks) -> None:
-    """A row-wise plan cuts the weight's columns, and leaves its rows to data parallelism."""
-    trio, mesh = _tensor_parallel(ranks, {"down": RowwiseParallel(input_layouts=Replicate())})
+def tensor_parallelism_on_a_second_axis(ranks: Ranks) -> None:
+    """A plan that cuts one weight by rows and one by columns: trained, clipped, saved and loaded on a 2-D mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def shard(wrap: Callable[..., Any], model: Any) -> None:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        wrap(model, mesh=mesh["dp"])
+
+    trio = Trio(ranks, Mlp(), shard)
     for model in trio.both:
-        assert isinstance(model.down.weight, DTensor)
-        assert model.down.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+        for linear in (model.up, model.down):
+            assert isinstance(linear.weight, DTensor)
+            assert set(linear.weight.device_mesh.mesh_dim_names or ()) == {"dp", "tp"}
         assert model.down.weight.to_local().shape[1] == 6
     for _ in range(3):
         data = torch.randn(2, 5, 8)
@@ -163,27 +171,25 @@ def tensor_parallelism_by_columns(ranks: Ranks) -> None:
         for optimizer in trio.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, ours, theirs in trio.pairs():
-        expected = trio.reference.get_parameter(name)
-        torch.testing.assert_close(full_tensor(ours), expected.detach(), rtol=1e-4, atol=1e-5, msg=name)
-        torch.testing.assert_close(full_tensor(ours), whole(theirs), rtol=1e-4, atol=1e-5, msg=name)
+    _compare_with_reference(trio, trio.model)
+    with shared_folder(ranks) as folder:
+        dcp.save({"model": trio.model.state_dict()}, checkpoint_id=folder)
+        plain = {name: torch.empty_like(param) for name, param in trio.reference.named_parameters()}
+        dcp.load({"model": plain}, checkpoint_id=folder)
+        theirs = {"model": trio.theirs.state_dict()}
+        for value in theirs["model"].values():
+            value.zero_()
+        dcp.load(theirs, checkpoint_id=folder)
+    for name, param in trio.reference.named_parameters():
+        torch.testing.assert_close(plain[name], param.detach(), rtol=1e-4, atol=1e-5, msg=name)
+    _compare_with_reference(trio, trio.theirs)
 
 
-@case(worlds=(4,))
-def tensor_parallelism_by_rows(ranks: Ranks) -> None:
-    """A column-wise plan cuts rows, which data parallelism would have to cut again: refused, by name."""
-    with refused(ValueError, "up.weight", "Shard(dim=0)", "another dimension than the rows"):
-        _tensor_parallel(ranks, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def _tensor_parallel(ranks: Ranks, plan: dict[str, Any]) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def shard(wrap: Callable[..., Any], model: Any) -> None:
-        parallelize_module(model, mesh["tp"], plan)
-        wrap(model, mesh=mesh["dp"])
-
-    return Trio(ranks, Mlp(), shard), mesh
+def _compare_with_reference(trio: Trio, model: nn.Module) -> None:
+    gather = full_tensor if model is trio.model else whole
+    for name, param in model.named_parameters():
+        expected = trio.reference.get_parameter(name).detach()
+        torch.testing.assert_close(gather(param).detach(), expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def saved(rank: int, world: int, folder: str, by: str) -> dict[str, torch.Tensor]:
