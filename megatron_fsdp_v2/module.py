@@ -87,8 +87,13 @@ class FSDPModule(RefusedMethods):
         self._set("requires_all_reduce", requires_all_reduce, recurse)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether weights are freed between forward and backward."""
+        """Whether weights are freed after forward.
+
+        If not they stay for backward or, after a forward without gradients, for the next one: evaluation and generation
+        gather once. Weights that were updated since are gathered again.
+        """
         self._set("reshard_after_forward", reshard_after_forward, recurse)
+        self._set("keeps_weights", not reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether weights are freed after backward; keeping them saves a gather for the next micro-batch."""

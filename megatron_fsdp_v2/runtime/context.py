@@ -85,6 +85,8 @@ class Context:
         unit.move_to(Phase.IDLE)
         if unit.frees_after_forward:
             unit.reshard(self.streams, keep_part=unit.awaits_backward and unit.shared_among is not None)
+        elif not unit.awaits_backward:
+            unit.bind_sharded()
         if self.in_root_forward:
             # Backward starts out from the reverse of the order in which forwards end.
             self._forward_ends.append(unit)

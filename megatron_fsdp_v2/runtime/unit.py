@@ -62,6 +62,8 @@ class Unit:
         self.mesh = mesh
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
+        # Asked for by name, and not just the usual of a root, weights also stay for the next forward without gradients.
+        self.keeps_weights = reshard_after_forward is False
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
@@ -142,8 +144,8 @@ class Unit:
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether the weights of the present forward are not kept for its backward."""
-        return bool(self.reshard_after_forward) or not self.awaits_backward
+        """Whether the weights of the present forward are kept neither for its backward nor for a later forward."""
+        return bool(self.reshard_after_forward) or not (self.awaits_backward or self.keeps_weights)
 
     def check_values(self) -> None:
         """Refuse to compute with what never got a value.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.counting import StepCounter
@@ -55,6 +56,31 @@ def as_many_in_every_form_of_resharding(ranks: Ranks) -> None:
         trio = Trio(ranks, Net(), partial(by_layers, reshard_after_forward=value))
         ours, theirs = calls_of_both(trio, one_pass)
         assert ours == theirs == {"all-gather": gathers[value], "reduce-scatter": 4}, (value, ours, theirs)
+
+
+@case(worlds=(2, 3))
+def evaluation_gathers_once_if_told_so(ranks: Ranks) -> None:
+    """And gathers again what was updated; the module shows its DTensors in between."""
+    trio = Trio(ranks, Net(), partial(by_layers, reshard_after_forward=False))
+
+    def evaluate(model: Any) -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                squared(model, torch.ones(2, WIDTH))
+
+    for model in trio.both:
+        one_pass(model)
+        first = counted(partial(evaluate, model))
+        assert first == {"all-gather": 4}, (type(model), first)
+        assert counted(partial(evaluate, model)) == {}
+    ours = trio.both[0]
+    assert all(isinstance(param, DTensor) for param in ours.parameters())
+    with torch.no_grad():
+        ours.layers[1].up.weight.mul_(2)
+    assert counted(partial(evaluate, ours)) == {"all-gather": 1}
+    ours.set_reshard_after_forward(True)
+    # The first forward finds the weights still there.
+    assert counted(partial(evaluate, ours)) == {"all-gather": 2 * 4}
 
 
 @case(worlds=(4,))
