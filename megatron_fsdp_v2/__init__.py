@@ -1,5 +1,6 @@
 """Sharded data-parallel training for torch."""
 
+from .explain import explain
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .offload import CPUOffloadPolicy, OffloadPolicy
@@ -19,6 +20,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "explain",
     "full_tensor",
     "fully_shard",
     "get_total_norm",

@@ -43,7 +43,7 @@ class FSDPModule(RefusedMethods):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A new module of the original class: containers make parts of themselves from their own class."""
-        return _unsharded_class(cls)(*args, **kwargs)  # type: ignore[arg-type]
+        return unsharded_class(cls)(*args, **kwargs)  # type: ignore[arg-type]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around the call rather than in hooks: what torch.compile made of the module is called inside.
@@ -376,5 +376,6 @@ def sharded_class(base: type[nn.Module]) -> type[nn.Module]:
     return existing
 
 
-def _unsharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+def unsharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class a module had before ``fully_shard``."""
     return next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, FSDPModule))

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from . import patches
 from .bootstrap import ENV_ACTIVE, ENV_CPU_EMULATION, switched_on
-from .patches import CPU, V2, Mode, Patch
+from .patches import CPU, EXPLAIN, V2, Mode, Patch
 
 # Everything in Megatron imports this package first, so the checks run before any of its code.
 ENTRY_MODULE = "megatron.core"
@@ -26,6 +26,8 @@ class MegatronImportHook(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.modes: set[Mode] = set()
         self.undo_cpu_emulation: Callable[[], None] | None = None
+        self.explains_to: TextIO | None = None
+        self.explains_as_json = False
         self._undo: dict[Patch, Callable[[], None]] = {}
 
     def find_spec(
@@ -134,6 +136,13 @@ def install(v2: bool = False, cpu_emulation: bool = False) -> MegatronImportHook
         modes.add(CPU)
     hook.add_modes(modes)
     return hook
+
+
+def install_explanation(file: TextIO, as_json: bool) -> None:
+    """Have this process explain its v2 model to ``file`` and end where its first step would begin."""
+    hook = install(v2=True)
+    hook.explains_to, hook.explains_as_json = file, as_json
+    hook.add_modes({EXPLAIN})
 
 
 def uninstall(mode: Mode) -> None:

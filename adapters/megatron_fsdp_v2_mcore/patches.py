@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 V2: Literal["v2"] = "v2"
 CPU: Literal["cpu-emulation"] = "cpu-emulation"
-Mode = Literal["v2", "cpu-emulation"]
+EXPLAIN: Literal["explain"] = "explain"
+Mode = Literal["v2", "cpu-emulation", "explain"]
 
 _ABSENT = object()
 
@@ -32,7 +33,8 @@ class Patch:
         reason: why the place has to be touched.
         implementation: `module:function` in this distribution. It takes the original; for `wrap` and `rebind` it
             returns the replacement, for `new-dispatch` it sets `__new__` on the class.
-        modes: when the row is applied: when the run asked for v2, when it runs under CPU emulation.
+        modes: when the row is applied: when the run asked for v2, when it runs under CPU emulation, when it's only to
+            be explained.
     """
 
     module: str
@@ -126,6 +128,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="refuses what can't run on the CPU before a kernel or a collective fails",
         implementation="megatron_fsdp_v2_mcore.cpu_flags:wrap_validate_args",
         modes=(CPU,),
+    ),
+    Patch(
+        module="megatron.training.training",
+        attribute="setup_model_and_optimizer",
+        kind="wrap",
+        signature="(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+        "pg_collection=None)",
+        reason="mfsdp2 explain ends the run where model and optimizer are as training would have them",
+        implementation="megatron_fsdp_v2_mcore.explanation:wrap_setup_model_and_optimizer",
+        modes=(EXPLAIN,),
     ),
 )
 

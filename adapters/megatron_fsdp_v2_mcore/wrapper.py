@@ -78,6 +78,11 @@ class PluginFSDPv2(FullyShardedDataParallel):
         for parameter in self.parameters():
             setattr(parameter, STOCK_MARK, True)
 
+    @property
+    def root(self) -> FSDPModule:
+        """The sharded model, without what Megatron wraps around it."""
+        return self._root
+
     def _shard(self, model: nn.Module, unit_names: list[str]) -> FSDPModule:
         options: dict[str, Any] = {
             "mesh": self.mesh,

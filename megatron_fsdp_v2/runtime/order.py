@@ -12,6 +12,8 @@ class OrderRecorder:
 
     def __init__(self) -> None:
         self.previous: list[Unit] = []
+        # Whether a pass was recorded, rather than supposed.
+        self.is_known = False
         self._current: list[Unit] = []
         self._cursor = 0
 
@@ -36,6 +38,7 @@ class OrderRecorder:
         """End a pass: the next one is predicted from it."""
         if self._current:
             self.previous = self._current
+            self.is_known = True
         self.begin()
 
     def suppose(self, units: Iterable[Unit]) -> None:

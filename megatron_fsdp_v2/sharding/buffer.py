@@ -97,7 +97,7 @@ def redistribute(
     Sharded to replicated gathers, partial to sharded reduces and scatters with ``op``, partial to replicated reduces
     with ``op``. Source and target may share storage, and have one dtype.
     """
-    axis, old, new = _changed_axis(source.placements, target.placements)
+    axis, old, new = changed_axis(source.placements, target.placements)
     mesh_axis = source.mesh.shard if axis == 0 else source.mesh.outer
     assert mesh_axis is not None
     assert source.dtype == target.dtype
@@ -117,7 +117,7 @@ def gather_together(transfers: Sequence[tuple[DataParallelBuffer, DataParallelBu
     """Gather several (source, target) pairs with one call per process group. Asynchronous."""
     calls: dict[dist.ProcessGroup, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for source, target in transfers:
-        axis, _, _ = _changed_axis(source.placements, target.placements)
+        axis, _, _ = changed_axis(source.placements, target.placements)
         mesh_axis = source.mesh.shard if axis == 0 else source.mesh.outer
         assert mesh_axis is not None
         outputs, inputs = calls.setdefault(mesh_axis.group, ([], []))
@@ -127,7 +127,8 @@ def gather_together(transfers: Sequence[tuple[DataParallelBuffer, DataParallelBu
     return [work for work in works if work is not None]
 
 
-def _changed_axis(old: Placements, new: Placements) -> tuple[int, Placement, Placement]:
+def changed_axis(old: Placements, new: Placements) -> tuple[int, Placement, Placement]:
+    """The one axis (0: shard, 1: outer) along which two placements differ, and both placements along it."""
     changed = [(axis, a, b) for axis, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
     assert len(changed) == 1, f"redistribute changes one axis at a time: {old} to {new}"
     axis, before, after = changed[0]

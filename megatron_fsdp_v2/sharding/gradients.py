@@ -31,6 +31,8 @@ class GroupGradients:
 
     ``collect`` takes what autograd left on the unsharded parameters; the iterator of ``reduce`` then runs stages and
     yields each collective for the caller to wait on; ``release`` gives back the transient memory.
+
+    ``levels`` are the placements before the first stage, between stages, and behind the last.
     """
 
     def __init__(
@@ -49,11 +51,11 @@ class GroupGradients:
         self._sharded_params = sharded_params
         axes: list[AxisStrategy] = [strategy.shard, *([strategy.outer] if strategy.outer else [])]
         self._deferred = [axis.deferred for axis in axes]
-        self._levels = _stage_placements(strategy)
+        self.levels = _stage_placements(strategy)
         # Into untouched main gradients of the same dtype and device a reduction can write by itself; into those of full
         # size new gradients can be written before it.
         self._reaches_main = precision.comm is precision.grads and rest is None
-        self._fits_main = self._reaches_main and all([Placement.SHARDED not in level for level in self._levels])
+        self._fits_main = self._reaches_main and all([Placement.SHARDED not in level for level in self.levels])
         self._average = True
         self._divisor = 1.0
         self._sums_only = False
@@ -74,7 +76,7 @@ class GroupGradients:
         """Build the buffers gradients pass through."""
 
         def transient(level: int, dtype: torch.dtype) -> TransientBuffer:
-            return TransientBuffer(allocator, self._layout, self._mesh, self._levels[level], dtype)
+            return TransientBuffer(allocator, self._layout, self._mesh, self.levels[level], dtype)
 
         self._unsharded_params = unsharded_params
         self._has_inner = any([isinstance(param, DTensor) for param in unsharded_params])
@@ -82,7 +84,7 @@ class GroupGradients:
         self._sent = [transient(level, self._precision.comm) for level in range(self.stages + 1)]
         self._pending = [transient(level, self._precision.grads) for level in range(self.stages)]
         self._main = MainGradients(
-            allocator, self._layout, self._mesh, self._levels[-1], self._precision, self._rest, self._sharded_params
+            allocator, self._layout, self._mesh, self.levels[-1], self._precision, self._rest, self._sharded_params
         )
         self._recast: dict[tuple[int, int], DataParallelBuffer] = {}
 
@@ -294,7 +296,7 @@ class GroupGradients:
         return None if keep else self._take_pending(level)
 
     def _target_of(self, stage: int, source: DataParallelBuffer) -> DataParallelBuffer:
-        if self._levels[stage + 1][stage] is Placement.REPLICATED:
+        if self.levels[stage + 1][stage] is Placement.REPLICATED:
             return self._as(source, stage + 1)
         return self._sent[stage + 1].acquire()
 
@@ -303,7 +305,7 @@ class GroupGradients:
         key = (id(buffer.pieces[0]), level)
         known = self._recast.get(key)
         if known is None or known.pieces is not buffer.pieces:
-            known = self._recast[key] = DataParallelBuffer(self._layout, self._mesh, self._levels[level], buffer.pieces)
+            known = self._recast[key] = DataParallelBuffer(self._layout, self._mesh, self.levels[level], buffer.pieces)
         return known
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter, is_
 from typing import Any
 
@@ -115,8 +116,8 @@ class ParameterGroup:
             self._prepare_compute()
         self.full = self.compute
         if self.gathers_per_use:
-            placements = Placements(BufferPlacement.REPLICATED, self.compute.placements.outer)
-            self._transient = TransientBuffer(allocator, self.layout, self.mesh, placements, self.precision.compute)
+            placements, dtype = self.gathered_placements, self.precision.compute
+            self._transient = TransientBuffer(allocator, self.layout, self.mesh, placements, dtype)
             self.full = self._transient.acquire()
         for index in range(len(self.names)):
             self.unsharded_params.append(self._unsharded_param(index))
@@ -232,14 +233,25 @@ class ParameterGroup:
     def _cut_by_outer(self) -> bool:
         return self.strategy.outer is not None and self.strategy.outer.main is BufferPlacement.SHARDED
 
-    def _placements(self) -> tuple[Placements, Placements]:
-        """Those of the compute weights and those of the main weights."""
+    @property
+    def refresh_path(self) -> list[Placements]:
+        """Placements that written weights pass: of the main weights, ..., of the compute weights; maybe only one.
+
+        The outer axis comes first, since it cuts the pieces of the shard axis.
+        """
         shard, outer = self.strategy.shard, self.strategy.outer
+        main = Placements(shard.main, outer.main if outer else None)
         compute = Placements(shard.compute, outer.compute if outer else None)
-        return compute, Placements(shard.main, outer.main if outer else None)
+        return list(dict.fromkeys([main, Placements(main.shard, compute.outer), compute]))
+
+    @property
+    def gathered_placements(self) -> Placements:
+        """Placements of the weights while a module computes with them."""
+        return Placements(BufferPlacement.REPLICATED, self.refresh_path[-1].outer)
 
     def _allocate_weights(self) -> None:
-        at_rest, main = self._placements()
+        path = self.refresh_path
+        main, at_rest = path[0], path[-1]
         if self.rest is not None:
             self.main = DataParallelBuffer.allocate(self.layout, self.mesh, main, self.precision.main, self.rest)
             return
@@ -250,7 +262,7 @@ class ParameterGroup:
 
     def _prepare_compute(self) -> None:
         """Weights that rest elsewhere are copied for computing: for every use where others hold the rest of them."""
-        at_rest, _ = self._placements()
+        at_rest = self.refresh_path[-1]
         if not self.gathers_per_use:
             self._set_compute(DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute))
             return
@@ -260,17 +272,10 @@ class ParameterGroup:
         self._copied.free()
 
     def _set_compute(self, compute: DataParallelBuffer) -> None:
-        at_rest, main = self._placements()
         self.compute = compute
-        self._own_compute = compute.part(main)
-        # From main to compute placements: the outer axis first, since it cuts the pieces of the shard axis.
-        self._refresh_steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
-        current = self._own_compute
-        for placements in (Placements(main.shard, at_rest.outer), at_rest):
-            if placements != current.placements:
-                target = compute.part(placements)
-                self._refresh_steps.append((current, target))
-                current = target
+        stops = [compute.part(placements) for placements in self.refresh_path]
+        self._own_compute = stops[0]
+        self._refresh_steps = list(pairwise(stops))
 
     def _sharded_param(self, index: int, source: ParamSource) -> nn.Parameter:
         rows = self._aliased.param_rows(index)

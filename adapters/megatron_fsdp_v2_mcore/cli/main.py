@@ -3,6 +3,7 @@
 import typer
 
 from .doctor import doctor
+from .explain import explain
 from .run import run
 from .train import train
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command("explain", context_settings={"allow_interspersed_args": False})(explain)
 app.command("doctor")(doctor)
 app.command("train", context_settings=_PASS_ON)(train)
 

@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -38,24 +38,28 @@ def run(
     if force and not emulate:
         raise typer.BadParameter("--force belongs to --cpu-emulation")
     if nproc is not None:
-        _start_ranks(nproc, script, passed_on, emulate, force)
+        options = [*(["--cpu-emulation"] if emulate else []), *(["--force"] if force else [])]
+        start_ranks(nproc, ["run", *options, str(script), *passed_on])
     if emulate:
-        _emulate(force)
+        enable_emulation(force)
     if bootstrap.FLAG in passed_on:
         _activate()
-    _run_as_main(script, passed_on)
+    run_as_main(script, passed_on)
 
 
-def _start_ranks(nproc: int, script: Path, arguments: list[str], emulate: bool, force: bool) -> None:
-    """Become torchrun, so that signals reach it and nothing has to be passed on or cleaned up here."""
-    options = [*(["--cpu-emulation"] if emulate else []), *(["--force"] if force else [])]
+def start_ranks(nproc: int, arguments: list[str]) -> NoReturn:
+    """Become torchrun with ranks that are this command with other arguments.
+
+    So signals reach torchrun, and nothing has to be passed on or cleaned up here.
+    """
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python"]
-    rank = [sys.executable, "-m", "megatron_fsdp_v2_mcore.cli", "run", *options, str(script), *arguments]
+    rank = [sys.executable, "-m", "megatron_fsdp_v2_mcore.cli", *arguments]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *command, *rank])
 
 
-def _emulate(force: bool) -> None:
+def enable_emulation(force: bool) -> None:
+    """Stand in for CUDA, or end this process with the reason why not."""
     try:
         cpu_emulation.enable(force)
     except RuntimeError as error:
@@ -69,7 +73,7 @@ def _activate() -> None:
         import_hook.install(v2=True)
 
 
-def _run_as_main(script: Path, arguments: list[str]) -> None:
+def run_as_main(script: Path, arguments: list[str]) -> None:
     """Run the script as `python SCRIPT ARGS...` would: same `sys.argv`, same first entry of `sys.path`."""
     sys.argv = [str(script), *arguments]
     if not sys.flags.safe_path:

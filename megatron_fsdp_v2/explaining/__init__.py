@@ -1,0 +1,1 @@
+"""What ``explain`` says, and how it is found and shown."""
