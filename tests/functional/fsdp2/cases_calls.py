@@ -93,21 +93,22 @@ class Separate(nn.Module):
         return self.head(x)
 
 
+def in_groups(wrap: Callable[..., Any], model: Any) -> None:
+    """Norm and head are one unit, and so are both layers."""
+    answer = wrap([model.norm, model.head])
+    assert isinstance(answer, list)
+    assert answer[0] is model.norm
+    wrap(list(model.layers))
+    wrap(model)
+
+
 @case(usual=(2,))
 def grouped_modules(ranks: Ranks) -> None:
-    """`[norm, head]` and both layers in one unit each; also with a head that runs several times."""
-
-    def shard(wrap: Callable[..., Any], model: Any) -> None:
-        answer = wrap([model.norm, model.head])
-        assert isinstance(answer, list)
-        assert answer[0] is model.norm
-        wrap(list(model.layers))
-        wrap(model)
-
+    """Also with a head that runs several times."""
     for in_chunks in (False, True):
         model = Separate()
         model.in_chunks = in_chunks
-        trio = Trio(ranks, model, shard)
+        trio = Trio(ranks, model, in_groups)
         for one in trio.both:
             assert type(one.norm).__name__ == "FSDPLayerNorm"
             assert type(one.head).__name__ == "FSDPLinear"

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.counting import StepCounter
 from tests.functional.core.cases_support import WIDTH, Block, Net, Ranks, case, sgd, squared
+from tests.functional.fsdp2.cases_calls import Separate, in_groups
 from tests.functional.fsdp2.trio import Trio, as_one, by_layers
 
 Calls = dict[str, int]
@@ -125,6 +126,13 @@ def one_unit_and_one_gather(ranks: Ranks) -> None:
 
 
 @case(worlds=(2,))
+def one_gather_for_grouped_modules(ranks: Ranks) -> None:
+    """Norm and head as one unit, both layers as another: two gathers in forward and two in backward."""
+    ours, theirs = calls_of_both(Trio(ranks, Separate(), in_groups), one_pass)
+    assert ours == theirs == {"all-gather": 4, "reduce-scatter": 2}, (ours, theirs)
+
+
+@case(worlds=(2,))
 def none_for_gradients_that_are_put_off(ranks: Ranks) -> None:
     """And none at all for a second micro-batch whose weights were kept."""
     trio = Trio(ranks, Net())
@@ -179,10 +187,15 @@ def as_many_with_recomputation(ranks: Ranks) -> None:
 
 @case(worlds=(4,))
 def two_axes(ranks: Ranks) -> None:
-    """HSDP adds one all-reduce per unit."""
+    """HSDP adds one all-reduce per unit, unless it is put off."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    ours, theirs = calls_of_both(Trio(ranks, Net(), partial(by_layers, mesh=mesh)), one_pass)
+    trio = Trio(ranks, Net(), partial(by_layers, mesh=mesh))
+    ours, theirs = calls_of_both(trio, one_pass)
     assert ours == theirs == {"all-gather": 7, "reduce-scatter": 4, "all-reduce": 4}
+    for model in trio.both:
+        model.set_requires_all_reduce(False)
+    ours, theirs = calls_of_both(trio, one_pass)
+    assert ours == theirs == {"all-gather": 7, "reduce-scatter": 4}
 
 
 class Stack(nn.Module):

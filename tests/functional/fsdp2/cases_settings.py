@@ -86,18 +86,26 @@ def last_backward(ranks: Ranks) -> None:
         assert_at_rest(trio.model)
         trio.step()
     trio.compare_weights()
+    # Should the last one not be marked, the optimizer's step waits. FSDP2's would not.
+    trio.model.set_is_last_backward(False)
+    data = trio.data()
+    for loss in [*trio.losses(squared, data), trio.reference_loss(squared, data)]:
+        loss.backward()
+    for optimizer in trio.optimizers:
+        optimizer.step()
+    trio.compare_weights()
 
 
 class Branching(nn.Module):
-    """A unit with two branches of which each call uses one; the other gets no gradient."""
+    """A unit of which each call uses the one or the other branch, or none; what isn't used gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.chosen = 0
+        self.chosen: int | None = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.branches[self.chosen](x)
+        return x * 1.5 if self.chosen is None else self.branches[self.chosen](x)
 
 
 class Branches(nn.Module):
@@ -108,6 +116,10 @@ class Branches(nn.Module):
         self.layers = nn.ModuleList([Branching(), Branching()])
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
+    def choose(self, rank: int) -> None:
+        """Rank 0 uses the first branch in its first unit and none in its second, all others the second branches."""
+        self.layers[0].chosen, self.layers[1].chosen = (0, None) if rank == 0 else (1, 1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -116,22 +128,23 @@ class Branches(nn.Module):
 
 @case(worlds=(2, 3), usual=(2,))
 def branches_that_differ_between_ranks(ranks: Ranks) -> None:
-    """FSDP2 needs `set_reduce_scatter_unused_params` for it; ours counts what has no gradient as zero in any case."""
+    """Units that reduce zeros for what wasn't used on this rank, as it may have been on another."""
 
-    def on_every_rank(model: nn.Module, parts: torch.Tensor) -> torch.Tensor:
+    def on_every_rank(model: Any, parts: torch.Tensor) -> torch.Tensor:
         losses = []
         for rank, part in enumerate(parts):
-            model.layers[0].chosen = int(rank > 0)  # type: ignore[union-attr]
+            model.choose(rank)
             losses.append(squared(model, part))
         return torch.stack(losses).mean()
 
     trio = Trio(ranks, Branches(), optimizer=sgd)
     for model in trio.both:
         model.set_reduce_scatter_unused_params(True)
-        model.layers[0].chosen = int(ranks.rank > 0)
+        model.choose(ranks.rank)
     for _ in range(3):
         data = trio.data()
-        for loss in [*trio.losses(squared, data), on_every_rank(trio.reference, data)]:
+        losses = [squared(model, data[ranks.rank]) for model in trio.both]
+        for loss in [*losses, on_every_rank(trio.reference, data)]:
             loss.backward()
         trio.step()
     trio.compare_weights()
@@ -139,9 +152,13 @@ def branches_that_differ_between_ranks(ranks: Ranks) -> None:
 
 @case(worlds=(2,))
 def iteration_state_is_reset_after_an_error(ranks: Ranks) -> None:
+    """Gradients that waited for their reduction are lost, as FSDP2 says of its own; it keeps them, though."""
     trio = Trio(ranks, Net(), optimizer=sgd)
     trio.train(steps=1)
     data = trio.data()
+    trio.model.set_requires_gradient_sync(False)
+    squared(trio.model, data[ranks.rank]).backward()
+    trio.model.set_requires_gradient_sync(True)
     for model in trio.both:
         hook = model.layers[1].up.register_forward_pre_hook(_fail)
         with refused(ArithmeticError, "on purpose"):
