@@ -7,7 +7,6 @@ plug-in is called from here except its activation; a case chooses it with its fl
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -177,14 +176,5 @@ def _fresh_megatron() -> Iterator[None]:
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
         parallel_state.destroy_model_parallel()
-        # torch answers for equal meshes from its cache, with the mesh of an earlier run, whose groups are gone.
+        # torch answers for equal meshes from its cache, with the mesh of an earlier run.
         _clear_sharding_prop_cache()
-        _end_groups()
-
-
-def _end_groups() -> None:
-    """Stock forgets its groups without ending them, and each has threads: dozens of runs would have thousands."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()

@@ -142,24 +142,35 @@ Records = dict[str, Record]
 _STRATEGY_FLAGS = {strategy: strategy for strategy in STRATEGIES}
 
 
+# Stock leaves the process groups of a training with their threads, so a process runs no more than a few.
+AT_ONCE = 5
+
+
+def _train(pool: RankPool, cases: list[Case]) -> Records:
+    records: Records = {}
+    for first in range(0, len(cases), AT_ONCE):
+        records.update(pool.run(run_cases, cases[first : first + AT_ONCE], timeout=TIMEOUT)[0])
+    return records
+
+
 @pytest.fixture(scope="module")
 def two_ranks(ranks: Ranks) -> Records:
-    return ranks(2).run(run_cases, _cases(AT_TWO_RANKS, _STRATEGY_FLAGS), timeout=TIMEOUT)[0]  # type: ignore[no-any-return]
+    return _train(ranks(2), _cases(AT_TWO_RANKS, _STRATEGY_FLAGS))
 
 
 @pytest.fixture(scope="module")
 def every_pair(ranks: Ranks) -> Records:
-    return ranks(2).run(run_cases, _cases(EVERY_PAIR, _STRATEGY_FLAGS), timeout=3 * TIMEOUT)[0]  # type: ignore[no-any-return]
+    return _train(ranks(2), _cases(EVERY_PAIR, _STRATEGY_FLAGS))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(ranks: Ranks) -> Records:
-    return ranks(4).run(run_cases, _cases(AT_FOUR_RANKS, LAYOUTS), timeout=TIMEOUT)[0]  # type: ignore[no-any-return]
+    return _train(ranks(4), _cases(AT_FOUR_RANKS, LAYOUTS))
 
 
 @pytest.fixture(scope="module")
 def every_layout(ranks: Ranks) -> Records:
-    return ranks(4).run(run_cases, _cases(EVERY_LAYOUT, LAYOUTS), timeout=3 * TIMEOUT)[0]  # type: ignore[no-any-return]
+    return _train(ranks(4), _cases(EVERY_LAYOUT, LAYOUTS))
 
 
 def _assert_parity(records: Records, variant: str, strategy: str, fp32_factor: float = 1.0) -> None:
@@ -190,6 +201,7 @@ def test_two_ranks_train_as_stock(two_ranks: Records, variant: str, strategy: st
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("variant", "strategy"), EVERY_PAIR)
 def test_two_ranks_train_as_stock_in_every_pair(every_pair: Records, variant: str, strategy: str) -> None:
     _assert_parity(every_pair, variant, strategy)
@@ -201,6 +213,7 @@ def test_four_ranks_train_as_stock(four_ranks: Records, variant: str, layout: st
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("variant", "layout"), EVERY_LAYOUT)
 def test_four_ranks_train_as_stock_in_every_layout(every_layout: Records, variant: str, layout: str) -> None:
     _assert_parity(every_layout, variant, layout, fp32_factor=10.0)
