@@ -321,3 +321,14 @@ def _rest_before_load(
         )
     if module._fsdp_unit.is_bound:
         module.reshard()
+    for name, param in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements == param.placements:
+            # torch takes the two for cut alike, and would even spread one row over several.
+            loaded, held = value.to_local().shape, param.to_local().shape
+            if loaded != held:
+                raise ValueError(
+                    f"{prefix}{name} has a shard of shape {tuple(loaded)}, where this rank holds {tuple(held)}: it was "
+                    "cut evenly, as by distribute_tensor; distribute it as Replicate() and redistribute it to the "
+                    "placements of the parameter"
+                )

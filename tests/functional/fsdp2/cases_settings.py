@@ -32,8 +32,10 @@ def gradient_divide_factor(ranks: Ranks) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert plain.grad is not None
-        torch.testing.assert_close(full_tensor(ours.grad), whole(theirs.grad), msg=name)
         torch.testing.assert_close(full_tensor(ours.grad), plain.grad * ranks.world / 4, msg=name)
+        if ranks.world > 1:
+            # On a single rank torch 2.13 divides twice.
+            torch.testing.assert_close(full_tensor(ours.grad), whole(theirs.grad), msg=name)
 
 
 @case(usual=(2,))

@@ -80,16 +80,40 @@ def whole_tensors_cut_for_loading(ranks: Ranks) -> None:
     params = dict(trio.model.named_parameters())
     evenly = {name: distribute_tensor(state[name], param.device_mesh, [Shard(0)]) for name, param in params.items()}
     torch.testing.assert_close(evenly["scale"].full_tensor(), state["scale"])
-    if ranks.world > 1:
-        with refused(RuntimeError, "size of tensor", "layers.0.norm.weight"):
-            trio.model.load_state_dict(evenly)
-        trio.model.load_state_dict(
-            {
-                name: value.redistribute(placements=[Replicate()]).redistribute(placements=params[name].placements)
-                for name, value in evenly.items()
-            }
-        )
+    trio.model.load_state_dict(
+        {
+            name: value.redistribute(placements=[Replicate()]).redistribute(placements=params[name].placements)
+            for name, value in evenly.items()
+        }
+    )
     trio.train(steps=1)
+
+
+@case(worlds=(2,))
+def evenly_cut_tensors_are_no_shards_of_ours(ranks: Ranks) -> None:
+    """Refused by name; above all where one row would be spread over those that the rank holds."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.zeros(2, 3))
+            self.second = nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ (self.first + self.second).t()
+
+    model = Pair()
+    fully_shard(model)
+    rows = torch.arange(6.0).view(2, 3)
+    for distribute in (lambda param: param.placements, lambda param: [Shard(0)]):
+        state = {
+            name: distribute_tensor(rows, param.device_mesh, distribute(param))  # type: ignore[attr-defined]
+            for name, param in model.named_parameters()
+        }
+        with refused(ValueError, "first", "cut evenly", "Replicate()"):
+            model.load_state_dict(state)
+    assert not full_tensor(model.first).any()
+    model.load_state_dict({name: param.detach() for name, param in model.named_parameters()})
 
 
 class Titan(nn.Module):
