@@ -13,17 +13,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import tables
+from . import growth_tables, tables
 
 
 class Part(Enum):
     step = "step"
     host = "host"
+    growth = "growth"
     all = "all"
 
 
 _HELP = {
-    "part": "step: training on two gloo ranks. host: what a wrapper costs the host. all: both.",
+    "part": "step: training on two gloo ranks. host: what a wrapper costs the host. growth: how that grows with units "
+    "and ranks, and wrapping with parameters. all: all of it.",
     "json": "Also write every single value to this file.",
     "quick": "Few timed rounds: the exact figures are the same, the times are rough.",
 }
@@ -53,10 +55,12 @@ def main(
     progress, out = Console(stderr=True), Console(width=200)
     results: dict[str, Any] = {}
     try:
-        if part is not Part.host:
+        if part in (Part.step, Part.all):
             results["step"] = _step(3 if quick else 25, progress, out)
-        if part is not Part.step:
+        if part in (Part.host, Part.all):
             results["host"] = _host(20 if quick else 200, progress, out)
+        if part in (Part.growth, Part.all):
+            results["growth"] = _growth(3 if quick else 10, progress, out)
     except RankFailed as failure:
         progress.print(str(failure), markup=False, highlight=False)
         raise typer.Exit(1) from None
@@ -83,6 +87,16 @@ def _host(rounds: int, progress: Console, out: Console) -> list[dict[str, Any]]:
         figures = host.run(rounds, lambda text: tell(f"host: {text}"))
     out.print(tables.host_table(figures))
     return [dataclasses.asdict(row) for row in figures]
+
+
+def _growth(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
+    from . import growth
+
+    with _shown(progress, "growth: starting") as tell:
+        result = growth.run(rounds, lambda text: tell(f"growth: {text}"))
+    for table in (growth_tables.host_table(result.host), growth_tables.start_table(result.start)):
+        out.print(table)
+    return dataclasses.asdict(result)
 
 
 @contextmanager

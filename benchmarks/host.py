@@ -32,7 +32,7 @@ def measure(tell: Tell, rounds: int) -> list[HostFigures]:
     for model in models.values():
         for _ in range(WARMUP):
             timed_pass(model)
-    with _no_collection():
+    with no_collection():
         for number in range(rounds):
             if number % 10 == 0:
                 tell(f"timed round {number + 1} of {rounds}")
@@ -44,8 +44,8 @@ def measure(tell: Tell, rounds: int) -> list[HostFigures]:
     return results
 
 
-def timed_pass(model: nn.Module) -> tuple[float, float]:
-    """One forward and one backward from cleared gradients; microseconds per unit of each."""
+def timed_pass(model: nn.Module, units: int = UNITS) -> tuple[float, float]:
+    """One forward and one backward of so many units from cleared gradients; microseconds per unit of each."""
     model.zero_grad(set_to_none=True)
     x = torch.ones(1, 8, requires_grad=True)
     start = time.thread_time()
@@ -53,7 +53,7 @@ def timed_pass(model: nn.Module) -> tuple[float, float]:
     middle = time.thread_time()
     loss.backward()
     end = time.thread_time()
-    return (middle - start) / UNITS * 1e6, (end - middle) / UNITS * 1e6
+    return (middle - start) / units * 1e6, (end - middle) / units * 1e6
 
 
 def _wrapped(variant: Variant) -> nn.Module:
@@ -62,7 +62,7 @@ def _wrapped(variant: Variant) -> nn.Module:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Collect garbage between passes only: a full collection inside one would be charged to whoever is running."""
     gc.collect()
     gc.freeze()

@@ -54,3 +54,36 @@ class HostFigures:
     name: str
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
+
+
+@dataclass
+class GrowthFigures(HostFigures):
+    """Host figures of a model of ``units`` units, sharded over ``ranks`` ranks.
+
+    ``forward_sending`` and ``backward_sending`` are what the simulated group needs for the same collectives alone, once
+    per round, in microseconds per unit.
+    """
+
+    units: int = 0
+    ranks: int = 0
+    forward_sending: list[float] = field(default_factory=list)
+    backward_sending: list[float] = field(default_factory=list)
+
+
+@dataclass
+class StartFigures:
+    """Processor seconds to wrap a model of so many layers, parameter tensors and elements, once per round."""
+
+    name: str
+    layers: int
+    parameters: int
+    elements: int
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass
+class GrowthResult:
+    """How costs grow: of a step on the host, and of wrapping."""
+
+    host: list[GrowthFigures]
+    start: list[StartFigures]

@@ -19,7 +19,9 @@ COPY_LIMIT = 1.5
 def exact_table(result: StepResult) -> Table:
     """Collectives, payload, copied bytes and peak memory of every variant."""
     columns = ["", "collectives", "payload MiB", "to peer", "copied / P", "of it by gloo", "peak MiB", "to peer"]
-    table = _table(f"Per step and rank, exact; P = {result.parameter_bytes / MIB:.1f} MiB of fp32 parameters", columns)
+    table = markdown_table(
+        f"Per step and rank, exact; P = {result.parameter_bytes / MIB:.1f} MiB of fp32 parameters", columns
+    )
     for figures in result.variants:
         peer = result.of(figures.peer) if figures.peer else None
         table.add_row(
@@ -49,7 +51,7 @@ def time_table(result: StepResult) -> Table:
         "CPU ms, least",
         "ratio",
     ]
-    table = _table(f"Time per step, {rounds} interleaved rounds", columns)
+    table = markdown_table(f"Time per step, {rounds} interleaved rounds", columns)
     for figures in result.variants:
         peer = result.of(figures.peer) if figures.peer else None
         pairs = [a / b for a, b in zip(figures.seconds, peer.seconds, strict=True)] if peer else []
@@ -69,7 +71,7 @@ def time_table(result: StepResult) -> Table:
 
 def copy_table(result: StepResult) -> Table:
     """Which operators write what each variant copies."""
-    table = _table("Bytes written beyond the plain model's, by operator, in P", ["", "operators"])
+    table = markdown_table("Bytes written beyond the plain model's, by operator, in P", ["", "operators"])
     for figures in result.variants:
         parts = [
             f"{name} {size / result.parameter_bytes:.2f}"
@@ -94,7 +96,9 @@ def host_table(figures: Sequence[HostFigures]) -> Table:
         "ratio",
         "of overhead",
     ]
-    table = _table(f"Host time, {len(figures[0].forward)} interleaved rounds; ratios of the least to FSDP2's", columns)
+    table = markdown_table(
+        f"Host time, {len(figures[0].forward)} interleaved rounds; ratios of the least to FSDP2's", columns
+    )
     plain, theirs = by_name[PLAIN], by_name["FSDP2"]
     for row in figures:
         cells = []
@@ -126,7 +130,8 @@ def requirements(result: StepResult) -> list[tuple[str, bool]]:
     ]
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def markdown_table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table that prints as Markdown."""
     table = Table(title=title, title_justify="left", box=box.MARKDOWN)
     for column in columns:
         table.add_column(column)

@@ -9,17 +9,21 @@ from typing import Any
 
 import torch.nn as nn
 from torch.distributed import get_world_size, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2 import fully_shard
 
-Wrap = Callable[[nn.Module, list[nn.Module]], nn.Module]
+Wrap = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``wrap(model, units)`` applies it. ``peer`` names the variant it is set against, None for one of the peers."""
+    """``wrap(model, units)`` applies it over all ranks, ``wrap(model, units, mesh)`` over those of a mesh.
+
+    ``peer`` names the variant it is set against, None for one of the peers.
+    """
 
     name: str
     wrap: Wrap
@@ -27,9 +31,13 @@ class Variant:
 
 
 def _shard(
-    function: Callable[..., Any], options: dict[str, Any], model: nn.Module, units: list[nn.Module]
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    model: nn.Module,
+    units: list[nn.Module],
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    mesh = init_device_mesh("cpu", (get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (get_world_size(),))
     for unit in [*units, model]:
         function(unit, mesh=mesh, **options)
     return model

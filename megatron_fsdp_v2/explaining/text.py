@@ -134,7 +134,8 @@ def _totals(plan: Plan) -> list[str]:
     padding = 100 * totals.padding / max(totals.elements, 1)
     lines = [
         f"A rank holds {_size(at_rest)}: compute weights {_size(totals.compute_weights)}, main weights "
-        f"{_size(totals.main_weights)}, main gradients {_size(totals.main_gradients)}; {padding:.2f} % of it padding.",
+        f"{_size(totals.main_weights)}, main gradients {_size(totals.main_gradients)}; padding adds {padding:.2f} % to "
+        "the parameters.",
     ]
     if totals.largest_gathered_unit:
         lines.append(f"The largest unit gathers {_size(totals.largest_gathered_unit)} more while it computes.")
