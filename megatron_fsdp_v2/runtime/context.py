@@ -328,7 +328,8 @@ class Context:
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped, which may write weights through raw pointers that no version counter sees."""
         for group in {self._group_of.get(key) for key in _param_ids(optimizer)}:
-            if group is not None:
+            # Without a gradient no optimizer writes a parameter, frozen ones included.
+            if group is not None and group.trainable:
                 group.mark_updated()
 
 
