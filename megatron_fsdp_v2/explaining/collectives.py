@@ -19,7 +19,7 @@ def unit_collectives(unit: Unit, reshard_after_forward: bool | int, has_backward
 
     Gathers of a unit come first, then the reductions of its groups.
     """
-    frees = bool(reshard_after_forward) or not has_backward
+    frees = bool(reshard_after_forward) or not (has_backward or unit.keeps_weights)
     gathers_again = frees and has_backward and unit.unshard_in_backward
     # Whether a step ends with the weights freed: by backward, or by forward where backward doesn't gather them.
     ends_freed = unit.reshard_after_backward if gathers_again or not frees else True
