@@ -19,6 +19,12 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
 
 
+def is_torchs(policy: object, name: str) -> bool:
+    """Whether ``policy`` is an object of FSDP2's class ``name``, told without importing FSDP2."""
+    kind = type(policy)
+    return kind.__name__ == name and kind.__module__.startswith("torch.distributed.fsdp")
+
+
 def check_flag(name: str, value: object) -> None:
     """Refuse what isn't a bool.
 

@@ -101,13 +101,9 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
     originals = [source.original for source in sources]
     owners = [owner for _, owner in owned_modules(modules)]
     valueless = materialize(sources, owners, axes.device)
-    for source in sources:
-        if not isinstance(source.original, DTensor) and source.original.device != axes.device:
-            source.original.data = source.original.data.to(axes.device)
-    _move_buffers(owners, axes.device)
-    unit = Unit(
-        modules, owners, _groups(sources, axes, plan, policy, rest_of(offload, axes.device)), axes, policy, reshard
-    )
+    _move_to_device(sources, owners, axes.device)
+    groups = _groups(sources, axes, plan, policy, rest_of(offload, axes.device))
+    unit = Unit(modules, owners, groups, axes, policy, reshard)
     _replace_parameters(unit, sources, originals)
     unit.valueless = valueless
     for group in unit.groups:
@@ -264,7 +260,10 @@ def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> N
         )
 
 
-def _move_buffers(owners: Sequence[nn.Module], device: torch.device) -> None:
+def _move_to_device(sources: Sequence[ParamSource], owners: Sequence[nn.Module], device: torch.device) -> None:
+    for source in sources:
+        if not isinstance(source.original, DTensor) and source.original.device != device:
+            source.original.data = source.original.data.to(device)
     for owner in owners:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from .arguments import is_torchs
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:
@@ -48,10 +50,8 @@ def offload_policy_of(policy: object) -> OffloadPolicy:
         return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
         return policy
-    kind = type(policy)
-    if kind.__module__.startswith("torch.distributed.fsdp"):
-        if kind.__name__ == "CPUOffloadPolicy":
-            return CPUOffloadPolicy(pin_memory=policy.pin_memory)  # type: ignore[attr-defined]
-        if kind.__name__ == "OffloadPolicy":
-            return OffloadPolicy()
-    raise TypeError(f"offload_policy must be an OffloadPolicy, got {kind.__name__}")
+    if is_torchs(policy, "CPUOffloadPolicy"):
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)  # type: ignore[attr-defined]
+    if is_torchs(policy, "OffloadPolicy"):
+        return OffloadPolicy()
+    raise TypeError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .arguments import is_torchs
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -70,10 +72,9 @@ def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    kind = type(policy)
-    if kind.__name__ == "MixedPrecisionPolicy" and kind.__module__.startswith("torch.distributed.fsdp"):
+    if is_torchs(policy, "MixedPrecisionPolicy"):
         return MixedPrecisionPolicy(**{spec.name: getattr(policy, spec.name) for spec in fields(policy)})  # type: ignore[arg-type]
-    raise TypeError(f"mp_policy must be a megatron_fsdp_v2.MixedPrecisionPolicy, got {kind.__name__}")
+    raise TypeError(f"mp_policy must be a megatron_fsdp_v2.MixedPrecisionPolicy, got {type(policy).__name__}")
 
 
 @dataclass(frozen=True, slots=True)

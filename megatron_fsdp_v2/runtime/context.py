@@ -241,8 +241,10 @@ class Context:
     def _reduce(self, unit: Unit, gradients: GroupGradients, stages: int, force: bool = False) -> None:
         # One reduction at a time: the memory of collected gradients is then one group's.
         self.finish_reductions()
-        if gradients.collect(stages, force):
+        if stages:
+            # Before anything is taken in: after a disagreement the gradients are still where autograd left them.
             self.agreement.compare(f"reduce gradients of unit {unit.name!r}")
+        if gradients.collect(stages, force):
             self._in_flight.append((gradients, self.streams.run_reduction(gradients.reduce(stages))))
 
     def finish_reductions(self) -> None:

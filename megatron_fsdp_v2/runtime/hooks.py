@@ -91,9 +91,8 @@ def _before_forward(unit: Unit, context: Context, module: nn.Module) -> bool:
 
 def _after_forward(unit: Unit, context: Context, output: Any) -> Any:
     over = unit.all_ran
-    dtype = unit.mp_policy.output_dtype
-    if dtype is not None and over:
-        output = map_tensors(output, partial(_cast, dtype=dtype))
+    if over:
+        output = _cast_output(unit, output)
     tensors = list(tensors_in(output))
     if torch.is_grad_enabled():
         _watch_outputs(unit, [*tensors, *unit.side_outputs.collect()], unit.backward_begun)
@@ -124,9 +123,7 @@ def _run_recomputation(unit: Unit, context: Context, forward: Callable[..., Any]
             unit.move_to(Phase.IDLE)
             # Most often the backward of the same weights comes next, so they stay until another forward.
             context.note_recomputed(unit)
-    dtype = unit.mp_policy.output_dtype
-    if dtype is not None:
-        output = map_tensors(output, partial(_cast, dtype=dtype))
+    output = _cast_output(unit, output)
     if torch.is_grad_enabled():
         _watch_outputs(unit, [*tensors_in(output), *unit.side_outputs.collect()], None)
     return output
@@ -254,6 +251,11 @@ def _watch_outputs(unit: Unit, tensors: list[torch.Tensor], begun: list[bool] | 
         tensors[0].register_hook(before_backward)
     else:
         torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
+
+
+def _cast_output(unit: Unit, output: Any) -> Any:
+    dtype = unit.mp_policy.output_dtype
+    return output if dtype is None else map_tensors(output, partial(_cast, dtype=dtype))
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -56,6 +56,7 @@ class Unit:
         reshard_after_forward: bool | int | None,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
+        self._module_ids = {id(module) for module in modules}
         self.name = ", ".join([type(module).__name__ for module in modules])
         self.side_outputs = SideOutputs(owners)
         self.groups = list(groups)
@@ -91,6 +92,7 @@ class Unit:
         self.backward_begun: list[bool] | None = None
         self._to_run: set[int] = set()
         self._gather: Pending | None = None
+        self._freed_memory: set[int] = set()
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
 
     @property
@@ -121,8 +123,7 @@ class Unit:
         self.move_to(Phase.FORWARD)
         self.awaits_backward = False
         if len(self._modules) > 1:
-            self._to_run = {id(other) for other in self.modules}
-            self._to_run.discard(id(module))
+            self._to_run = self._module_ids - {id(module)}
             self.backward_begun = []
 
     def note_run(self, module: nn.Module) -> None:
@@ -181,6 +182,8 @@ class Unit:
         assert self.context is not None
         for group in self.groups:
             group.prepare(self.context.allocator)
+            if (memory := group.full_memory()) is not None:
+                self._freed_memory.add(memory)
             pairs = zip(group.owners, group.sharded_params, group.unsharded_params, strict=True)
             for owners, sharded, unsharded in pairs:
                 for owner, name in owners:
@@ -283,7 +286,7 @@ class Unit:
 
     def owns_full_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of the tensors lies in the gathered weights that ``reshard`` frees."""
-        freed = {id_of for group in self.groups if (id_of := group.full_memory()) is not None}
+        freed = self._freed_memory
         return any([memory_of(tensor) in freed for tensor in tensors]) if freed else False
 
     def stages_to_run(self, group: ParameterGroup) -> int:

@@ -147,6 +147,7 @@ class GroupGradients:
         Parameters without a gradient count as zero, since other ranks may have one for them. With ``force`` that holds
         even when no parameter has one.
         """
+        self._fresh = None
         new = self._take_new()
         if stages == 0 or self._waits[0]:
             if new:

@@ -21,6 +21,8 @@ from megatron_fsdp_v2_mcore.cpu_flags import DEFAULTS, wrap_add_megatron_argumen
 from megatron_fsdp_v2_mcore.cpu_megatron import wrap_maybe_move_tensor_to_cpu
 from megatron_fsdp_v2_mcore.cpu_stand_ins import stand_ins
 
+from tests.harness.command import run_command
+
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
@@ -208,3 +210,22 @@ def test_split_sizes_become_numpy_where_callers_ask_for_it() -> None:
     assert not isinstance(moved(sizes, as_numpy=True), torch.Tensor)
     assert moved(sizes) is sizes
     assert moved(None, as_numpy=True) is None
+
+
+LEAVES_ITS_GROUP = """
+import atexit
+import torch.distributed as dist
+# Called after whatever is registered later.
+atexit.register(lambda: print("group left:", dist.is_initialized()))
+from megatron_fsdp_v2_mcore import cpu_emulation
+cpu_emulation.enable(force=True)
+if {disable}:
+    cpu_emulation.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+@pytest.mark.parametrize("disable", [False, True])
+def test_process_groups_end_with_an_emulated_run(disable: bool) -> None:
+    finished = run_command([sys.executable, "-c", LEAVES_ITS_GROUP.format(disable=disable)])
+    assert f"group left: {disable}" in finished.output

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
 
 from benchmarks.counting import StepCounter
-from megatron_fsdp_v2 import full_tensor, share_comm_ctx
+from megatron_fsdp_v2 import full_tensor, fully_shard, share_comm_ctx
 from tests.functional.core.cases_support import WIDTH, Net, Ranks, assert_at_rest, case, refused, sgd, squared
 from tests.functional.fsdp2.trio import Trio, by_layers, whole
 
@@ -241,3 +241,18 @@ def what_cannot_be_honoured_names_itself(ranks: Ranks) -> None:
     model.set_separate_reduce_scatter_group(False)
     model.set_post_optim_event(None)
     trio.train(steps=1)
+
+
+@case(worlds=(2,))
+def gathers_wait_for_an_event_once(ranks: Ranks) -> None:
+    """For the event that was set, and for all of compute in the next forward again. Streams show on a GPU only."""
+    net: Any = Net()
+    by_layers(fully_shard, net)
+    net(torch.ones(2, WIDTH))
+    event, waited = object(), []
+    net._fsdp_unit.context.streams.gather_after_compute = lambda event=None: waited.append(event)
+    net.set_post_optim_event(event)
+    for expected in (event, None):
+        waited.clear()
+        net(torch.ones(2, WIDTH))
+        assert waited[0] is expected
