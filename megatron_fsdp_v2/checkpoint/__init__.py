@@ -1,0 +1,1 @@
+"""Checkpoints of sharded modules on PyTorch DCP."""
