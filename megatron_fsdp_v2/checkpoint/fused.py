@@ -38,7 +38,7 @@ def split_fused(tensor: DTensor, layout: FusedLayout) -> dict[str, DTensor]:
     Raises:
         ValueError: the components don't add up to the rows of the parameter on a tensor-parallel rank.
     """
-    ranks = _tensor_parallel_ranks(tensor)
+    ranks = tensor_parallel_ranks(tensor)
     if tensor.ndim == 0 or layout.rows * ranks != tensor.shape[0]:
         raise ValueError(
             f"components {layout.components} have {layout.rows} rows on each of {ranks} tensor-parallel ranks, the "
@@ -58,7 +58,8 @@ def split_fused(tensor: DTensor, layout: FusedLayout) -> dict[str, DTensor]:
     return parts
 
 
-def _tensor_parallel_ranks(tensor: DTensor) -> int:
+def tensor_parallel_ranks(tensor: DTensor) -> int:
+    """Over how many ranks the rows of a parameter are cut by tensor parallelism, before data parallelism cuts them."""
     ranks = 1
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard(0) and not isinstance(placement, RowShard):

@@ -1,0 +1,1 @@
+"""How Megatron's own save and load treat a model sharded by v2."""
