@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import nn
 
+from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState
+
+from .checkpointing.optimizer_entry import GROUPS, create_missing_state, optimizer_entry, restore_groups
 from .config import wants_v2
 from .gradient_checks import local_gradient
 
@@ -129,6 +132,29 @@ class FSDPv2DistributedOptimizer(DistributedOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         for chunk in self.model_chunks:
             chunk.mark_weights_updated()
+
+    # Checkpoints
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, *unused: Any, **metadata: Any
+    ) -> dict[str, Any]:
+        """State by parameter name and the groups' options, on the optimizer's own memory: saved and loaded in place.
+
+        To load, `create_missing_state` comes first: only the checkpoint knows what state there is.
+        """
+        return optimizer_entry(self.optimizer, self._names())
+
+    def create_missing_state(self, saved: Mapping[str, Mapping[str, SavedState]]) -> None:
+        """Gives parameters without state what a checkpoint holds for them, without a step."""
+        create_missing_state(self.optimizer, self._names(), saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the groups' options of a `sharded_state_dict` whose state was loaded in place."""
+        restore_groups(self.optimizer, state_dict[GROUPS])
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert len(self.model_chunks) == 1
+        return {parameter: name for name, parameter in self.model_chunks[0].root.named_parameters()}
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Called after model weights were loaded; those are the main weights here."""
