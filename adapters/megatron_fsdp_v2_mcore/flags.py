@@ -17,7 +17,6 @@ Given = Callable[[Namespace], bool]
 
 STRATEGIES_WITH_OUTER_SHARDING = ("optim_grads_params",)
 DATA_PARALLEL_ONLY = "only data parallelism is supported so far"
-NO_CHECKPOINTS = "checkpoints of sharded runs are not supported yet"
 
 
 @dataclass(frozen=True)
@@ -266,24 +265,72 @@ _PARALLELISM = [
 ]
 
 _CHECKPOINTS = [
-    _refused("--save", NO_CHECKPOINTS, _on("save")),
-    _refused("--load", NO_CHECKPOINTS, _on("load")),
-    _refused("--pretrained-checkpoint", NO_CHECKPOINTS, _on("pretrained_checkpoint")),
-    _refused("--ckpt-convert-format", NO_CHECKPOINTS, _on("ckpt_convert_format")),
-    _refused("--load-main-params-from-ckpt", NO_CHECKPOINTS, _on("load_main_params_from_ckpt")),
+    _honoured("--save", "in the format fsdp_dtensor; what the folder held stays until the new checkpoint is whole"),
+    _honoured("--load", "a checkpoint of any number of ranks and strategy; it has to fit this model exactly"),
+    _honoured("--pretrained-checkpoint", "as --load, and implies --finetune, where --load names no checkpoint"),
+    _honoured("--finetune", "loads the weights alone"),
+    _honoured("--no-save-optim", "saves no optimizer state and no schedule; load with --no-load-optim"),
+    _honoured("--no-load-optim", "starts with a new optimizer"),
+    _honoured("--no-load-rng", "keeps the random states of the start; so does a checkpoint saved with --no-save-rng"),
+    _honoured("--exit-on-missing-checkpoint", "as stock"),
+    _honoured("--ckpt-step", "the iteration to load; an error lists those that are complete"),
+    _honoured("--save-retain-interval", "as stock"),
+    _honoured("--use-checkpoint-args", "as stock"),
+    _honoured("--no-strict-fsdp-dtensor-load", "keys that only one side has are listed and passed over"),
     _refused(
         "--ckpt-format",
         "fsdp_dtensor is the only format for sharded runs",
         _other_than("ckpt_format", "torch_dist", "fsdp_dtensor"),
     ),
-    _idle("--no-ckpt-load-validate-sharding-integrity", NO_CHECKPOINTS, _off("ckpt_load_validate_sharding_integrity")),
-    _idle("--no-strict-fsdp-dtensor-load", NO_CHECKPOINTS, _off("strict_fsdp_dtensor_load")),
-    _idle("--dist-ckpt-optim-fully-reshardable", NO_CHECKPOINTS, _on("dist_ckpt_optim_fully_reshardable")),
+    _refused("--async-save", "saves are synchronous so far", _on("async_save")),
+    _refused(
+        "--non-persistent-save-interval",
+        "every checkpoint is kept; use --save-interval with --save-retain-interval",
+        _on("non_persistent_save_interval"),
+    ),
+    _refused(
+        "--non-persistent-ckpt-type",
+        "every checkpoint is kept; use --save-interval with --save-retain-interval",
+        _on("non_persistent_ckpt_type"),
+    ),
+    _refused("--ckpt-convert-format", "convert what was saved with mfsdp2 ckpt convert", _on("ckpt_convert_format")),
+    _refused("--moe-use-upcycling", "upcycle in a run without v2, and load its checkpoint", _on("moe_use_upcycling")),
+    _idle(
+        "--load-main-params-from-ckpt",
+        "the weights that are loaded are the main weights",
+        _on("load_main_params_from_ckpt"),
+    ),
+    _idle(
+        "--no-ckpt-load-validate-sharding-integrity",
+        "what a rank holds is checked before every save and load",
+        _off("ckpt_load_validate_sharding_integrity"),
+    ),
+    _idle(
+        "--dist-ckpt-strictness",
+        "use --no-strict-fsdp-dtensor-load",
+        _other_than("dist_ckpt_strictness", "assume_ok_unexpected"),
+    ),
+    _idle(
+        "--dist-ckpt-optim-fully-reshardable",
+        "optimizer state is always saved by parameter",
+        _on("dist_ckpt_optim_fully_reshardable"),
+    ),
     _idle(
         "--distrib-optim-fully-reshardable-mem-efficient",
-        NO_CHECKPOINTS,
+        "nothing is gathered for a save",
         _on("distrib_optim_fully_reshardable_mem_efficient"),
     ),
+    _idle(
+        "--ckpt-fully-parallel-load",
+        "every rank reads its own shards",
+        _on("ckpt_fully_parallel_load"),
+    ),
+    _idle(
+        "--ckpt-assume-constant-structure",
+        "a plan is made anew for every save",
+        _on("ckpt_assume_constant_structure"),
+    ),
+    _idle("--verify-integrity", "files and sizes are checked always, contents never", _on("verify_integrity")),
 ]
 
 SECTIONS: dict[str, list[FlagRule]] = {

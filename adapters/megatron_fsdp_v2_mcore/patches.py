@@ -94,6 +94,55 @@ PATCHES: tuple[Patch, ...] = (
         implementation="megatron_fsdp_v2_mcore.optimizer:dispatch_distributed_optimizer",
     ),
     Patch(
+        module="megatron.training.training",
+        attribute="save_checkpoint",
+        kind="rebind",
+        signature="(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
+        "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, "
+        "pipeline_parallel=None, expert_parallel=None, non_persistent_ckpt=False, "
+        "train_data_iterator=None, preprocess_common_state_dict_fn=None, release=False, "
+        "tp_group=None, pp_group=None, dp_cp_group=None, dp_group=None, expt_dp_group=None, "
+        "rng_state_key_prefix='')",
+        reason="a folder's checkpoint stays until the new one is whole; errors say what is intact",
+        implementation="megatron_fsdp_v2_mcore.checkpointing.saving:wrap_save_checkpoint",
+    ),
+    Patch(
+        module="megatron.training.checkpointing",
+        attribute="preprocess_fsdp_dtensor_state_dict",
+        kind="wrap",
+        signature="(args, raw_state_dict, model)",
+        reason="stock's asks all ranks about every tensor, and splits only what its own buffers hold",
+        implementation="megatron_fsdp_v2_mcore.checkpointing.saving:wrap_preprocess_state_dict",
+    ),
+    Patch(
+        module="megatron.training.training",
+        attribute="load_checkpoint",
+        kind="rebind",
+        signature="(ddp_model, optimizer, opt_param_scheduler, load_arg='load', strict=True, "
+        "checkpointing_context=None, skip_load_to_model_and_opt=False, tp_group=None, "
+        "pp_group=None, dp_cp_group=None, dp_group=None, expt_dp_group=None, "
+        "rng_state_key_prefix='')",
+        reason="the functions inside have to know model and optimizer to load into",
+        implementation="megatron_fsdp_v2_mcore.checkpointing.loading:wrap_load_checkpoint",
+    ),
+    Patch(
+        module="megatron.training.checkpointing",
+        attribute="_load_base_checkpoint",
+        kind="wrap",
+        signature="(load_dir, args, rank0=False, sharded_state_dict=None, checkpointing_context=None, "
+        "dp_cp_group=None, expt_dp_group=None, gpt_compat_layer_maps=None)",
+        reason="loads in place and strictly, and finds what a kill left behind",
+        implementation="megatron_fsdp_v2_mcore.checkpointing.loading:wrap_load_base_checkpoint",
+    ),
+    Patch(
+        module="megatron.training.checkpointing",
+        attribute="get_load_checkpoint_path_by_args",
+        kind="wrap",
+        signature="(args, load_arg='load')",
+        reason="asks for the folder of --load where only --pretrained-checkpoint is given",
+        implementation="megatron_fsdp_v2_mcore.checkpointing.loading:wrap_get_load_checkpoint_path",
+    ),
+    Patch(
         module="megatron.core.datasets.utils",
         attribute="compile_helpers",
         kind="wrap",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .errors import CheckpointError
 
@@ -49,6 +50,15 @@ def on_every_rank[T](function: Callable[[], T], group: dist.ProcessGroup | None 
     if list(by_text.values()) == [list(range(len(problems)))]:
         raise CheckpointError(next(iter(by_text)))
     raise CheckpointError("\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()))
+
+
+def causes_of(error: CheckpointException) -> str:
+    """What made DCP give up on which rank, in one line; each cause once."""
+    causes: dict[str, int] = {}
+    for rank, (cause, _) in sorted(error.failures.items()):
+        text = _text_of(cause) if isinstance(cause, Exception) else repr(cause)
+        causes.setdefault(text, rank)
+    return "; ".join(f"rank {rank}: {text}" for text, rank in causes.items())
 
 
 def _has_others(group: dist.ProcessGroup | None) -> bool:

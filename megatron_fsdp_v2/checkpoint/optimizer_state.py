@@ -136,7 +136,9 @@ def _empty_like(value: Any, parameter: torch.Tensor) -> Any:
 
 def _zeros(saved: SavedState, parameter: torch.Tensor, scalar_device: torch.device) -> torch.Tensor:
     if saved.shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+        # As torch's own optimizers do when they load: floating-point state has its parameter's dtype.
+        dtype = parameter.dtype if saved.dtype.is_floating_point else saved.dtype
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(saved.shape, dtype=saved.dtype, device=scalar_device)
 
 

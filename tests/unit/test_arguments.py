@@ -39,7 +39,7 @@ def test_a_plain_run_has_no_problem() -> None:
 
 
 def test_a_run_without_our_flag_is_not_judged() -> None:
-    assert problems_of(arguments(use_megatron_fsdp_v2=False, save="somewhere", tensor_model_parallel_size=2)) == []
+    assert problems_of(arguments(use_megatron_fsdp_v2=False, async_save=True, tensor_model_parallel_size=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,10 @@ def test_a_run_without_our_flag_is_not_judged() -> None:
             ["--delay-wgrad-compute", "--overlap-dispatch-backward-with-experts-wgrad"],
         ),
         ({"save_params_interval": 5}, ["--save-params-interval"]),
-        ({"save": "d", "load": "d", "nccl_ub": True}, ["--use-nccl-ub", "--save", "--load"]),
+        (
+            {"async_save": True, "ckpt_convert_format": "torch", "nccl_ub": True},
+            ["--use-nccl-ub", "--async-save", "--ckpt-convert-format"],
+        ),
     ],
 )
 def test_each_problem_is_one_line(changes: dict[str, object], expected: list[str]) -> None:
@@ -116,7 +119,7 @@ def test_stock_sees_its_own_flags_set_and_is_not_reached_after_a_problem() -> No
     assert seen[0].ckpt_format == "fsdp_dtensor"
     assert not seen[0].gradient_accumulation_fusion
     with pytest.raises(SystemExit):
-        validate(arguments(save="somewhere"), {})
+        validate(arguments(async_save=True), {})
     assert len(seen) == 1
 
 

@@ -33,12 +33,14 @@ _COMMON = f"""
 class Case:
     """One training run. `flags` come on top of the common ones, so a flag given twice has the later value.
 
-    `inspect(model, optimizer)` is called before the first step; what it returns stands in the record.
+    `inspect(model, optimizer)` is called before the first step; what it returns stands in the record. A run that
+    `stops` ends itself with `sys.exit`, as with `--exit-interval`.
     """
 
     name: str
     flags: tuple[str, ...] = ()
     inspect: Callable[[Any, Any], Any] | None = None
+    stops: bool = False
 
     def argv(self, world_size: int) -> list[str]:
         """The command line for `world_size` data-parallel ranks, without the program's name."""

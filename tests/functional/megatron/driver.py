@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -80,7 +81,8 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record
 def _run_case(case: Case, world_size: int) -> Record:
     record = Record()
     argv = ["parity", *case.argv(world_size)]
-    with mock.patch.object(sys, "argv", argv), _fresh_megatron(), _recording(record, case):
+    ending = pytest.raises(SystemExit) if case.stops else contextlib.nullcontext()
+    with mock.patch.object(sys, "argv", argv), _fresh_megatron(), _recording(record, case), ending:
         train_from_command_line()
     return record
 

@@ -89,7 +89,7 @@ def collect_facts(rank: int, world_size: int) -> dict[str, Any]:
         "ddp_fields": {field.name for field in dataclasses.fields(DistributedDataParallelConfig)},
         "usual": _attempt(arguments, []),
         "attempts": {rule.flag: _attempt(arguments, _sample(parser, rule.flag)) for rule in RULES},
-        "both": _attempt(arguments, ["--save", "x", "--use-nccl-ub", "--optimizer", "muon"]),
+        "both": _attempt(arguments, ["--async-save", "--use-nccl-ub", "--optimizer", "muon"]),
         "yaml": _attempt(arguments, ["--yaml-cfg", "x"]),
         "ddp_config": _ddp_config(arguments, training, ["--bf16", "--fsdp-unit-modules", "Linear"]),
     }
@@ -187,7 +187,7 @@ def test_an_honoured_flag_is_not_remarked_on(facts: dict[str, Any]) -> None:
 def test_all_problems_are_reported_together(facts: dict[str, Any]) -> None:
     code, lines, _ = facts["both"]
     assert code == 2
-    assert [line.split()[1] for line in lines] == ["--use-nccl-ub", "--optimizer", "--save"]
+    assert [line.split()[1] for line in lines] == ["--use-nccl-ub", "--optimizer", "--async-save"]
 
 
 def test_a_settings_file_is_refused_before_stock_reads_it(facts: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from tests.functional.megatron.cases import Case
 from tests.harness.command import Finished, run_command
 
 SCRIPT = Path(__file__).with_name("script.py")
-REFUSED = Case("refused", ("--use-megatron-fsdp-v2", "--save", "x", "--use-nccl-ub", "--optimizer", "muon"))
+REFUSED = Case("refused", ("--use-megatron-fsdp-v2", "--async-save", "--use-nccl-ub", "--optimizer", "muon"))
 
 
 def _run_one_rank_of_two(rank: int) -> Finished:
@@ -34,5 +34,5 @@ def test_refused_settings_end_every_rank_alike_and_rank_zero_says_why(rank: int)
     assert ended.returncode == 2, ended.output
     assert "Traceback" not in ended.output
     lines = [line for line in ended.output.splitlines() if line.startswith("megatron_fsdp_v2: --")]
-    expected = ["--use-nccl-ub", "--optimizer", "--save"] if rank == 0 else []
+    expected = ["--use-nccl-ub", "--optimizer", "--async-save"] if rank == 0 else []
     assert [line.split()[1] for line in lines] == expected
