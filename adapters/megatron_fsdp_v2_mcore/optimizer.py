@@ -152,9 +152,13 @@ class FSDPv2DistributedOptimizer(DistributedOptimizer):
         """Takes over the groups' options of a `sharded_state_dict` whose state was loaded in place."""
         restore_groups(self.optimizer, state_dict[GROUPS])
 
-    def _names(self) -> dict[nn.Parameter, str]:
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by the names that checkpoints have for them."""
         assert len(self.model_chunks) == 1
-        return {parameter: name for name, parameter in self.model_chunks[0].root.named_parameters()}
+        return dict(self.model_chunks[0].root.named_parameters())
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.named_parameters().items()}
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Called after model weights were loaded; those are the main weights here."""

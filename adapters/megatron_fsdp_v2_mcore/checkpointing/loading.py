@@ -22,6 +22,7 @@ from ..optimizer import FSDPv2DistributedOptimizer
 from ..wrapper import PluginFSDPv2
 from .folders import Found, find_checkpoint
 from .sharded import load_facts, load_sharded
+from .torch_dist import load_torch_dist
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         if not asks_for_v2(args):
             return original(load_dir, args, rank0, sharded_state_dict, *rest, **options)
         found = _find(load_dir, args)
-        if found is None or found.format == "torch_dist":
+        if found is None or (rank0 and found.format == "torch_dist"):
             return original(load_dir, args, rank0, sharded_state_dict, *rest, **options)
         if rank0:
             return load_facts(found.path), str(found.path), found.release, CheckpointType.FSDP_DTENSOR
@@ -72,6 +73,9 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         assert sharded_state_dict is not None
         set_loaded_iteration(found.iteration)
         print_rank_0(f" loading checkpoint {found.path}")
+        if found.format == "torch_dist":
+            state_dict = load_torch_dist(found.path, sharded_state_dict, target.wrapper.root, target.optimizer)
+            return state_dict, str(found.path), found.release, CheckpointType.GLOBAL
         state_dict = load_sharded(found.path, sharded_state_dict, target.wrapper.root, target.optimizer, args)
         return state_dict, str(found.path), found.release, CheckpointType.FSDP_DTENSOR
 
