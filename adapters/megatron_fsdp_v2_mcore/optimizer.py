@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState
 
-from .checkpointing.optimizer_entry import GROUPS, create_missing_state, optimizer_entry, restore_groups
+from .checkpointing.optimizer_entry import GROUPS, SCALER, create_missing_state, optimizer_entry, restore_groups
 from .config import wants_v2
 from .gradient_checks import local_gradient
 
@@ -142,15 +142,19 @@ class FSDPv2DistributedOptimizer(DistributedOptimizer):
 
         To load, `create_missing_state` comes first: only the checkpoint knows what state there is.
         """
-        return optimizer_entry(self.optimizer, self._names())
+        entry = optimizer_entry(self.optimizer, self._names())
+        scaler = self.grad_scaler.state_dict() if self.grad_scaler else None
+        return {**entry, SCALER: scaler} if scaler else entry
 
     def create_missing_state(self, saved: Mapping[str, Mapping[str, SavedState]]) -> None:
         """Gives parameters without state what a checkpoint holds for them, without a step."""
         create_missing_state(self.optimizer, self._names(), saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the groups' options of a `sharded_state_dict` whose state was loaded in place."""
+        """Takes over the options and loss scale of a `sharded_state_dict` whose state was loaded in place."""
         restore_groups(self.optimizer, state_dict[GROUPS])
+        if self.grad_scaler and SCALER in state_dict:
+            self.grad_scaler.load_state_dict(state_dict[SCALER])
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by the names that checkpoints have for them."""

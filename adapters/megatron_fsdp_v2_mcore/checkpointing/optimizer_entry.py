@@ -22,6 +22,8 @@ from megatron_fsdp_v2.checkpoint.optimizer_state import (
 STATE = "state"
 # Text, because a list of dicts would become one entry per option, and a pickle would have to be trusted.
 GROUPS = "param_groups"
+# Of a dynamic loss scale; absent otherwise.
+SCALER = "grad_scaler"
 
 
 def optimizer_entry(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:

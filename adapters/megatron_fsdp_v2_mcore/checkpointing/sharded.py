@@ -25,8 +25,10 @@ from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState
 from ..optimizer import FSDPv2DistributedOptimizer
 from .contents import prepare
 from .fused_parameters import fused_layouts
+from .optimizer_entry import SCALER
 
 _OPTIMIZER_STATE = "optimizer.state."
+_SCALER = f"optimizer.{SCALER}"
 _RANDOM = "rng_state"
 # What a run knows beside its tensors. Files with weights alone have none of it; the run then starts at iteration 0.
 _FACTS: dict[str, Any] = {"args": None, "iteration": 0, "checkpoint_version": 3.0}
@@ -98,6 +100,8 @@ def _build(
         assert optimizer is not None
         optimizer.create_missing_state(saved_states(metadata, model))
         wanted["optimizer"] = optimizer.sharded_state_dict()
+        if f"{_SCALER}.scale" not in entries and wanted["optimizer"].pop(SCALER, None):
+            _warn(f"{path} has no loss scale; it starts anew")
     if _OPERATIONS in entries:
         wanted[_OPERATIONS] = 0
     if _RANDOM in wanted and not _has_all(metadata, wanted[_RANDOM]):
@@ -125,7 +129,7 @@ def saved_states(metadata: Metadata, model: nn.Module) -> dict[str, dict[str, Sa
 
 def _wanted_in(prepared: Mapping[str, Any]) -> Callable[[str], bool]:
     """Of keys that only the checkpoint has, those that should have had a place: weights, and state if it is loaded."""
-    parts = ("model.", "optimizer.") if "optimizer" in prepared else ("model.",)
+    parts = ("model.", _OPTIMIZER_STATE) if "optimizer" in prepared else ("model.",)
     return lambda key: key.startswith(parts)
 
 

@@ -30,7 +30,7 @@ from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState
 
 from ..optimizer import FSDPv2DistributedOptimizer
 from .logical import Piece, logical_pieces
-from .optimizer_entry import GROUPS, STATE
+from .optimizer_entry import GROUPS, SCALER, STATE
 
 _OPTIMIZER = "optimizer."
 _STATE = "optimizer.state."
@@ -66,7 +66,7 @@ def load_torch_dist(
         ) from error
     loaded = {**common, "model": state_dict["model"]}
     if conversion.groups is not None:
-        loaded["optimizer"] = {STATE: {}, GROUPS: json.dumps(conversion.groups)}
+        loaded["optimizer"] = {STATE: {}, GROUPS: json.dumps(conversion.groups), **_scaler(common)}
     if "rng_state" in state_dict:
         loaded["rng_state"] = conversion.random_states or state_dict["rng_state"]
     return loaded
@@ -237,7 +237,7 @@ def _saved_groups(path: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]
     """The groups of all of stock's optimizers, of which it has one for experts, with the step where torch keeps it."""
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, **_common_step(owner)}
-        for owner in _owners_of_groups(common.get("optimizer"))
+        for owner in _mappings_with("param_groups", common.get("optimizer"))
         for group in owner["param_groups"]
     ]
     if not groups:
@@ -245,13 +245,19 @@ def _saved_groups(path: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]
     return groups
 
 
-def _owners_of_groups(value: Any) -> Iterator[Mapping[str, Any]]:
+def _mappings_with(key: str, value: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(value, Mapping):
-        if "param_groups" in value:
+        if key in value:
             yield value
         else:
             for item in value.values():
-                yield from _owners_of_groups(item)
+                yield from _mappings_with(key, item)
+
+
+def _scaler(common: Mapping[str, Any]) -> dict[str, Any]:
+    for owner in _mappings_with(SCALER, common.get("optimizer")):
+        return {SCALER: owner[SCALER]}
+    return {}
 
 
 def _common_step(owner: Mapping[str, Any]) -> dict[str, Any]:
