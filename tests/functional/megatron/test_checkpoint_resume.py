@@ -50,7 +50,8 @@ _LEARNS = 0.05
 def assert_continues(resumed: Record, unbroken: Record, exact: bool, tolerance: float = 1e-5) -> None:
     """The resumed run has the losses and final weights of one that ran through."""
     expected = unbroken.losses[-len(resumed.losses) :]
-    assert len(resumed.losses) == len(unbroken.losses) - STOP
+    assert len(resumed.skipped) == len(unbroken.skipped) - STOP
+    assert sum(resumed.skipped) == sum(unbroken.skipped[STOP:])
     assert unbroken.losses[0] - unbroken.losses[-1] > _LEARNS, "a model that learns nothing proves nothing"
     if exact:
         assert resumed.losses == expected
@@ -187,19 +188,20 @@ def test_any_layout(layouts: Records, wrote: str, reads: str) -> None:
 
 
 VARIANTS = {
-    "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
-    "a seed per rank": "--hidden-dropout 0.1 --data-parallel-random-init",
+    # Not hidden dropout: on the CPU it draws from the generator that a new data loader draws its seed from.
+    "dropout": "--attention-dropout 0.1",
+    "a seed per rank": "--attention-dropout 0.1 --data-parallel-random-init",
     "bf16": "--bf16",
-    "fp16, dynamic scale": "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3",
-    "sgd": "--optimizer sgd",
+    "fp16, dynamic scale": "--fp16 --initial-loss-scale 4096 --loss-scale-window 4",
+    "sgd": "--optimizer sgd --lr 0.05 --min-lr 0.05",
     "experts": "--num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 24 --disable-bias-linear "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
     "mtp": "--mtp-num-layers 1",
     "untied": "--untie-embeddings-and-output-weights",
     "gated delta net": gated_delta_nets.FLAGS,
 }
-# Which of them resume on other ranks too: those whose states belong to ranks don't.
-TO_ANOTHER_WORLD = ("bf16", "fp16, dynamic scale", "sgd", "experts", "mtp", "gated delta net")
+# Which of them resume on other ranks too. Random states belong to ranks, and so does what overflows in fp16.
+TO_ANOTHER_WORLD = ("bf16", "sgd", "experts", "mtp", "gated delta net")
 
 
 def _run_of(variant: str) -> Run:
@@ -228,7 +230,5 @@ def test_variants_resume_exactly(variants: dict[str, Records], variant: str) -> 
 
 @pytest.mark.parametrize("variant", TO_ANOTHER_WORLD)
 def test_variants_resume_on_other_ranks(variants: dict[str, Records], variant: str) -> None:
-    half = "16" in variant
-    assert_continues(
-        variants[variant]["on three"], variants[variant]["unbroken"], exact=False, tolerance=5e-3 if half else 1e-5
-    )
+    tolerance = 5e-3 if variant == "bf16" else 1e-5
+    assert_continues(variants[variant]["on three"], variants[variant]["unbroken"], exact=False, tolerance=tolerance)
