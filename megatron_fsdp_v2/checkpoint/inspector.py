@@ -1,4 +1,4 @@
-"""Figures of the tensors of one checkpoint, and of the differences between two.
+"""Looking into a checkpoint, comparing two, and changing keys.
 
 Works in a single process, and on all ranks of a default process group for CPU tensors; then each rank reads its share
 and all get the result. A checkpoint may be larger than memory.
@@ -10,12 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from .chunk_metadata import Chunk
 from .inspection.contents import Checkpoint, Entry, digest_of, problems_of, select_keys
+from .inspection.editing import Change, plan_removal, plan_rename
 from .inspection.memory import checked_memory, elements_at_a_time
 from .inspection.reading import TensorReader
+from .inspection.showing import Preview, ShownObject, preview, show_object
 from .inspection.tally import (
     NO_DIFFERENCE,
     NO_VALUES,
@@ -27,19 +28,25 @@ from .inspection.tally import (
 )
 from .inspection.team import Team
 from .inspection.work import Progress, Work
-from .stored_objects import read_object
 
 __all__ = [
+    "Change",
     "Checkpoint",
     "Comparison",
     "Difference",
     "Entry",
+    "Preview",
     "Progress",
+    "ShownObject",
     "Summary",
+    "apply_change",
     "compare",
-    "object_of",
     "open_checkpoint",
+    "plan_removal",
+    "plan_rename",
+    "preview",
     "problems_of",
+    "show_object",
     "summarize",
 ]
 
@@ -81,15 +88,6 @@ def summarize(
         work.add_tensor(position, entry, elements_at_a_time(limit, entry.dtype), partial(look, entry))
     tallies = work.run([NO_VALUES] * len(tensors), progress)
     return {entry.key: Summary.of(tally) for entry, tally in zip(tensors, tallies, strict=True)}
-
-
-def object_of(checkpoint: Checkpoint, entry: Entry) -> Any:
-    """The object of an entry that is no tensor.
-
-    Raises:
-        CheckpointError: it isn't all there, or reading it would run code from the checkpoint; see `read_object`.
-    """
-    return read_object(TensorReader(checkpoint).read_bytes(entry), entry.key)
 
 
 @dataclass(frozen=True)
@@ -162,6 +160,15 @@ def compare(
         differences={name: found[name] for name in comparable if pairs[name][0].kind == "tensor"},
         objects={name: not found[name].differing for name in comparable if pairs[name][0].kind == "object"},
     )
+
+
+def apply_change(change: Change) -> None:
+    """Does on rank 0 what was planned there; all ranks call it and return once it is done.
+
+    Raises:
+        CheckpointError: on all ranks; see `Change.apply`.
+    """
+    Team.current().run_on_first(change.apply)
 
 
 def _compare_values(

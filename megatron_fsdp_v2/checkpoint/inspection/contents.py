@@ -22,7 +22,7 @@ from ..metadata import FILE_NAME, read_metadata
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, or a whole object, and its bytes: ``length`` from ``offset`` on; no file if they are nowhere."""
+    """A box of a tensor, or a whole object: ``length`` bytes from ``offset`` on; no file if they are nowhere."""
 
     box: Chunk
     file: str | None
