@@ -64,7 +64,7 @@ def plan_rename(checkpoint: Checkpoint, old: str, new: str) -> Change:
 
     Raises:
         ValueError: no key matches, the numbers of stars differ, two entries would have the same key, a key would also
-            be the beginning of another's path, or an object of Megatron's would be torn apart.
+            be the beginning of another's path, a list would have gaps, or an object of Megatron's would be torn apart.
     """
     if old.count("*") != new.count("*"):
         raise ValueError(f"{old!r} has {old.count('*')} stars and {new!r} has {new.count('*')}; both need as many")
@@ -81,6 +81,7 @@ def plan_rename(checkpoint: Checkpoint, old: str, new: str) -> Change:
     _refuse_collisions(checkpoint.entries, keys)
     _refuse_torn_objects(checkpoint.entries, keys)
     _refuse_crossed_paths(_renamed(checkpoint.metadata, keys))
+    _refuse_gaps(checkpoint.metadata, keys)
     return Change(checkpoint, keys)
 
 
@@ -88,13 +89,15 @@ def plan_removal(checkpoint: Checkpoint, patterns: Collection[str]) -> Change:
     """Removes the entries that any of the patterns selects; see `Checkpoint.select`.
 
     Raises:
-        ValueError: a pattern matches nothing, nothing would be left, or an object of Megatron's would be torn apart.
+        ValueError: a pattern matches nothing, nothing would be left, a list would have gaps, or an object of Megatron's
+            would be torn apart.
     """
     entries = {entry.key: entry for pattern in patterns for entry in checkpoint.select_some(pattern)}
     keys: dict[str, str | None] = dict.fromkeys(sorted(entries))
     if len(keys) == len(checkpoint.entries):
         raise ValueError(f"{', '.join(patterns)}: nothing would be left; delete the folder {checkpoint.path} instead")
     _refuse_torn_objects(checkpoint.entries, keys)
+    _refuse_gaps(checkpoint.metadata, keys)
     needed = {file for key, entry in checkpoint.entries.items() if key not in keys for file in entry.files}
     concerned = {file for entry in entries.values() for file in entry.files}
     freed = tuple(sorted(file for file in concerned - needed if (checkpoint.path / file).is_file()))
@@ -144,6 +147,19 @@ def _refuse_crossed_paths(metadata: Metadata) -> None:
                 raise ValueError(f"{other!r} would be a value and also the beginning of {paths[path]!r}")
 
 
+def _refuse_gaps(metadata: Metadata, keys: Mapping[str, str | None]) -> None:
+    """DCP can't rebuild a list without all of its items."""
+    items: dict[tuple[Any, ...], set[int]] = {}
+    for path in _paths(_renamed(metadata, keys)).values():
+        for length, step in enumerate(path):
+            if isinstance(step, int):
+                items.setdefault(path[:length], set()).add(step)
+    for path, numbers in items.items():
+        if len(numbers) <= max(numbers):
+            name = ".".join(map(str, path))
+            raise ValueError(f"{name!r} is a list, and some items before {name}.{max(numbers)} would be missing")
+
+
 def _renamed(metadata: Metadata, keys: Mapping[str, str | None]) -> Metadata:
     """The metadata with other keys, and without those that have none."""
     storage = {}
@@ -175,7 +191,10 @@ def _rekeyed(values: Mapping[str, Any], keys: Mapping[str, str | None]) -> dict[
 
 
 def _renamed_path(old: str, new: str | None, path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Where a value is in the nested state, given where it was: equal ends stay, the rest is one step."""
+    """Where a value is in the nested state, given where it was.
+
+    Equal steps at both ends stay. Of the others each takes as many parts of the key as it had, the last one the rest.
+    """
     if new is None or new == old:
         return path
     first, last, middle = 0, len(path), new
@@ -185,8 +204,15 @@ def _renamed_path(old: str, new: str | None, path: tuple[Any, ...]) -> tuple[Any
     while first < last - 1 and middle.startswith(f"{path[first]}."):
         middle = middle.removeprefix(f"{path[first]}.")
         first += 1
+    parts, steps = middle.split("."), []
+    for step in path[first : last - 1]:
+        count = str(step).count(".") + 1
+        if len(parts) > count:
+            steps.append(".".join(parts[:count]))
+            parts = parts[count:]
+    steps.append(".".join(parts))
     in_list = last - first == 1 and isinstance(path[first], int) and middle.isdecimal()
-    return (*path[:first], int(middle) if in_list else middle, *path[last:])
+    return (*path[:first], *([int(middle)] if in_list else steps), *path[last:])
 
 
 def _replace(file: Path, metadata: Metadata) -> None:
