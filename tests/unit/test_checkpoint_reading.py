@@ -86,6 +86,20 @@ def test_no_more_is_read_than_needed(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert sizes[1:] == [(12 + 3) * 8]
 
 
+def test_memory_limits_each_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of one row is no exception, and the limit changes nothing about the result."""
+    dcp.save({"w": torch.randn(1, 100_000)}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint = Checkpoint(tmp_path)
+    expected = summarize(checkpoint, checkpoint.select("w"))["w"]
+    sizes = []
+    monkeypatch.setattr(reading, "bytearray", lambda size: sizes.append(size) or bytearray(size), raising=False)
+    found = summarize(checkpoint, checkpoint.select("w"), memory=64 << 10)["w"]
+    assert found.l2 == pytest.approx(expected.l2, rel=1e-12)
+    assert (found.minimum, found.maximum, found.elements) == (expected.minimum, expected.maximum, 100_000)
+    assert sum(sizes) == 400_000
+    assert max(sizes) * 8 < 64 << 10 < max(sizes) * 12
+
+
 class Inverted(StreamTransformExtension):
     """Stores every byte as its complement."""
 

@@ -14,8 +14,8 @@ from ..chunk_metadata import Chunk
 
 _MOST = 4 << 30
 _LEAST = 64 << 10
-# Beyond that many elements at a time nothing gets faster.
-_MOST_ELEMENTS = 1 << 22
+# More elements at a time are slower: what works on them leaves the caches.
+_MOST_ELEMENTS = 1 << 20
 # Beside the elements read and what they are read through: float64 copies, differences, masks and positions.
 _WORKING_BYTES = {1: 32, 2: 96}
 

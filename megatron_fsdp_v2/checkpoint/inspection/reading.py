@@ -132,7 +132,8 @@ class TensorReader:
         if sum(math.prod(item.lengths) for item in items) < box.numel:
             raise CheckpointError(f"{entry.key}: some of {box} is in no file of {self._checkpoint.path}")
         target = torch.empty(box.sizes, dtype=entry.dtype)
-        self._run(entry, items, _BoxPlanner(target))
+        if box.numel:
+            self._run(entry, items, _BoxPlanner(target))
         return target
 
     def read_bytes(self, entry: Entry) -> bytes:

@@ -44,7 +44,8 @@ def session() -> Iterator[bool]:
 
     from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if joins:
         # One rank may read for long before the others hear of it. torchrun ends all when one dies.
         dist.init_process_group("gloo", timeout=timedelta(days=2))
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -56,7 +57,7 @@ def session() -> Iterator[bool]:
             typer.echo(f"mfsdp2 ckpt: {error}", err=True)
         raise typer.Exit(ERROR) from None
     finally:
-        if dist.is_initialized():
+        if joins:
             dist.destroy_process_group()
 
 
