@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .chunk_metadata import Chunk
+from .collective_errors import on_every_rank, on_rank_zero
 from .inspection.contents import Checkpoint, Entry, digest_of, problems_of, select_keys
 from .inspection.editing import Change, plan_removal, plan_rename
 from .inspection.memory import checked_memory, elements_at_a_time
@@ -57,9 +58,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: on all ranks, if it can't be read on one or isn't the same everywhere; see `read_metadata`.
     """
-    team = Team.current()
-    checkpoint = team.run(lambda: Checkpoint(path))
-    team.check_same(str(path), checkpoint.digest)
+    checkpoint = on_every_rank(lambda: Checkpoint(path))
+    Team.current().check_same(str(path), checkpoint.digest)
     return checkpoint
 
 
@@ -168,7 +168,7 @@ def apply_change(change: Change) -> None:
     Raises:
         CheckpointError: on all ranks; see `Change.apply`.
     """
-    Team.current().run_on_first(change.apply)
+    on_rank_zero(change.apply)
 
 
 def _compare_values(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..errors import CheckpointError
 from ..metadata import FILE_NAME, read_metadata
+from ..storage import sync_folder
 from .contents import Checkpoint
 
 # Megatron keeps an object as one entry for each part, and loads all of them or none.
@@ -229,8 +230,4 @@ def _replace(file: Path, metadata: Metadata) -> None:
         except BaseException:
             new.unlink(missing_ok=True)
             raise
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(file.parent)

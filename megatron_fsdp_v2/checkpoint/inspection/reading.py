@@ -12,11 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from ..boxes import Box, SavedChunks
 from ..chunk_metadata import Chunk
 from ..errors import CheckpointError
 from ..metadata import SafeFileSystemReader
@@ -118,6 +118,7 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._reader = WindowReader(checkpoint)
+        self._chunks: dict[str, SavedChunks] = {}
 
     def read(self, entry: Entry, box: Chunk) -> torch.Tensor:
         """A box of a tensor, in its dtype, on the CPU. Beside it, at most as many bytes are used on the way.
@@ -125,13 +126,14 @@ class TensorReader:
         Raises:
             CheckpointError: some of the box is in no file, or a file is missing or damaged.
         """
-        found = self._checkpoint.metadata.state_dict_metadata[entry.key]
-        assert isinstance(found, TensorStorageMetadata)
-        wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        items = create_read_items_for_chunk_list(entry.key, found, [wanted])
+        if entry.key not in self._chunks:
+            found = self._checkpoint.metadata.state_dict_metadata[entry.key]
+            assert isinstance(found, TensorStorageMetadata)
+            self._chunks[entry.key] = SavedChunks(found)
+        target = torch.empty(box.sizes, dtype=entry.dtype)
+        items = self._chunks[entry.key].read_items(Box(entry.key, box.offsets, target))
         if sum(math.prod(item.lengths) for item in items) < box.numel:
             raise CheckpointError(f"{entry.key}: some of {box} is in no file of {self._checkpoint.path}")
-        target = torch.empty(box.sizes, dtype=entry.dtype)
         if box.numel:
             self._run(entry, items, _BoxPlanner(target))
         return target

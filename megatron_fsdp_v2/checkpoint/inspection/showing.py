@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..chunk_metadata import Chunk
+from ..collective_errors import on_every_rank
 from ..errors import CheckpointError
 from ..stored_objects import read_object
 from .contents import Checkpoint, Entry, digest_of
 from .reading import TensorReader
 from .tally import as_numbers
-from .team import Team
 
 _FEW = 4
 _MOST = 10_000
@@ -42,7 +42,7 @@ def preview(checkpoint: Checkpoint, entry: Entry, part: str | None = None) -> Pr
     box = _first_few(entry.shape) if part is None else _parsed(part, entry)
     if box.numel > _MOST:
         raise ValueError(f"{part!r} of {entry.key} {list(entry.shape)} has {box.numel:,} elements, at most {_MOST:,}")
-    tensor = Team.current().run(lambda: TensorReader(checkpoint).read(entry, box))
+    tensor = on_every_rank(lambda: TensorReader(checkpoint).read(entry, box))
     values = (as_numbers(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor).tolist()
     text = ",".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True))
     return Preview(text, _with_text(values))
@@ -72,7 +72,7 @@ def show_object(checkpoint: Checkpoint, entry: Entry) -> ShownObject:
         except CheckpointError as error:
             return ShownObject(digest, None, str(error))
 
-    return Team.current().run(show)
+    return on_every_rank(show)
 
 
 def _first_few(shape: tuple[int, ...]) -> Chunk:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import CheckpointError
 from .tally import Tally
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,32 +25,13 @@ class Team:
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
-    def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on this rank, once no rank failed.
-
-        Raises:
-            CheckpointError: on all ranks, if it couldn't be done on one.
-        """
-        failure: Exception | None = None
-        try:
-            result = work()
-        except (CheckpointError, OSError) as error:
-            failure = error
-        said: list[str | None] = self._gather(None if failure is None else str(failure))
-        if failed := [(rank, text) for rank, text in enumerate(said) if text is not None]:
-            rank, text = failed[0]
-            everywhere = len(failed) == self.size and len(set(said)) == 1
-            raise CheckpointError(text if everywhere else f"on rank {rank}: {text}") from failure
-        return result
-
-    def run_on_first(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on rank 0, which alone does it; errors as for `run`."""
-        first = self._gather(self.run(lambda: work() if self.rank == 0 else None))[0]
-        return cast(T, first)
-
     def check_same(self, what: str, seen: str) -> None:
         """Raises CheckpointError on all ranks unless all have ``seen`` the same."""
-        if len(set(self._gather(seen))) > 1:
+        if self.size == 1:
+            return
+        everywhere: list[Any] = [None] * self.size
+        dist.all_gather_object(everywhere, seen)
+        if len(set(everywhere)) > 1:
             raise CheckpointError(f"ranks see different contents of {what}; all need the same files")
 
     def share(self, sizes: Sequence[int]) -> Iterator[int]:
@@ -71,10 +50,3 @@ class Team:
         dist.all_reduce(joined.sums, op=dist.ReduceOp.SUM)
         dist.all_reduce(joined.peaks, op=dist.ReduceOp.MAX)
         return joined.unstack()
-
-    def _gather(self, value: T) -> list[T]:
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values

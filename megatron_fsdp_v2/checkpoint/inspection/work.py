@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..chunk_metadata import Chunk
+from ..collective_errors import on_every_rank
 from .contents import Entry
 from .memory import boxes
 from .tally import Tally
@@ -50,5 +51,5 @@ class Work:
                 if progress is not None:
                     progress(done, total)
 
-        team.run(do_my_share)
+        on_every_rank(do_my_share)
         return team.add_up(tallies)
