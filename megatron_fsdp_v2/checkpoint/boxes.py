@@ -52,7 +52,7 @@ def read_boxes(path: Path, boxes: Sequence[Box], group: dist.ProcessGroup | None
     )
 
 
-class _SavedChunks:
+class SavedChunks:
     """The chunks of one saved tensor, found by where they are along the dimensions that are cut into single indices.
 
     A tensor that stacks layers or experts has thousands, of which a box meets one.
@@ -69,6 +69,7 @@ class _SavedChunks:
             self._chunks[tuple(chunk.offsets[:single])].append(chunk)
 
     def read_items(self, box: Box) -> list[ReadItem]:
+        """What DCP has to read for a box of this tensor."""
         wanted = ChunkStorageMetadata(torch.Size(box.offsets), box.target.shape)
         chunks = self._entry.chunks
         if all(size == 1 for size in wanted.sizes[: self._single]):
@@ -88,13 +89,13 @@ class _BoxPlanner(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        saved: dict[str, _SavedChunks] = {}
+        saved: dict[str, SavedChunks] = {}
         items: list[ReadItem] = []
         for box in self._targets.values():
             if box.key not in saved:
                 entry = self._metadata.state_dict_metadata[box.key]
                 assert isinstance(entry, TensorStorageMetadata)
-                saved[box.key] = _SavedChunks(entry)
+                saved[box.key] = SavedChunks(entry)
             items += saved[box.key].read_items(box)
         return LoadPlan(items)
 

@@ -1,0 +1,1 @@
+"""`mfsdp2 ckpt`: commands that look into checkpoints and change them."""
