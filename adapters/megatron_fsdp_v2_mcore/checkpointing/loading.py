@@ -16,6 +16,7 @@ from megatron.training.checkpointing import CheckpointType, set_loaded_iteration
 from megatron.training.utils import print_rank_0
 
 from megatron_fsdp_v2.checkpoint.collective_errors import on_rank_zero
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 
 from ..arguments import asks_for_v2
 from ..optimizer import FSDPv2DistributedOptimizer
@@ -71,6 +72,7 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         target = _target.get()
         assert target is not None
         assert sharded_state_dict is not None
+        _refuse_absent_optimizer(found, args, target, sharded_state_dict)
         set_loaded_iteration(found.iteration)
         print_rank_0(f" loading checkpoint {found.path}")
         if found.format == "torch_dist":
@@ -92,6 +94,13 @@ def wrap_get_load_checkpoint_path(original: Callable[..., Any]) -> Callable[...,
         return original(args, load_arg)
 
     return get_load_checkpoint_path_by_args
+
+
+def _refuse_absent_optimizer(found: Found, args: Any, target: Target, wanted: dict[str, Any]) -> None:
+    """Stock doesn't ask for optimizer state that wasn't saved, and stumbles over that later."""
+    is_needed = target.optimizer is not None and not (found.release or args.finetune or args.no_load_optim)
+    if is_needed and "optimizer" not in wanted:
+        raise CheckpointError(f"{found.path} has no optimizer state: give --no-load-optim to load the weights alone")
 
 
 @contextmanager

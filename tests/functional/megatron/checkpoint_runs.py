@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tests.functional.megatron.cases import Case, Record
+import torch
+
+from tests.functional.megatron.cases import Case, Record, relative_differences, weight_differences
 from tests.functional.megatron.driver import run_cases
 from tests.harness.spawn import RankPool
 
@@ -20,8 +23,10 @@ _SCHEDULE = f"--global-batch-size 12 --train-iters {STEPS} --eval-iters 0 --calc
 # Stock leaves the process groups of a training with their threads, so a process runs no more than a few.
 _AT_ONCE = 5
 _TIMEOUT = 540.0
+_LEARNS = 0.05
 
 type Ranks = Callable[[int], RankPool]
+type Inspection = Callable[[Any, Any], Any]
 type Records = dict[str, Record]
 type Run = Callable[[int, int, list[Case]], Records]
 
@@ -37,9 +42,9 @@ def saving(name: str, world: int, folder: Path, flags: str) -> Case:
     return Case(name, _flags(world, f"{flags} {save}"), stops=True)
 
 
-def loading(name: str, world: int, folder: Path, flags: str) -> Case:
-    """A run that starts from what a folder holds and goes on to the last step."""
-    return Case(name, _flags(world, f"{flags} --load {folder}"))
+def loading(name: str, world: int, folder: Path, flags: str, inspect: Inspection | None = None) -> Case:
+    """A run that starts from what a folder holds and goes on to the last step; `inspect` sees what was loaded."""
+    return Case(name, _flags(world, f"{flags} --load {folder}"), inspect)
 
 
 def train(ranks: Ranks, world: int, cases: Sequence[Case], run: Run = run_cases) -> Records:
@@ -52,3 +57,22 @@ def train(ranks: Ranks, world: int, cases: Sequence[Case], run: Run = run_cases)
 
 def _flags(world: int, flags: str) -> tuple[str, ...]:
     return tuple(f"{_SCHEDULE} --micro-batch-size {_MICRO_BATCH[world]} {flags}".split())
+
+
+def assert_continues(resumed: Record, unbroken: Record, exact: bool, tolerance: float = 1e-5) -> None:
+    """The resumed run has the losses and final weights of one that ran through."""
+    expected = unbroken.losses[-len(resumed.losses) :]
+    assert len(resumed.skipped) == len(unbroken.skipped) - STOP
+    assert sum(resumed.skipped) == sum(unbroken.skipped[STOP:])
+    assert unbroken.losses[0] - unbroken.losses[-1] > _LEARNS, "a model that learns nothing proves nothing"
+    if exact:
+        assert resumed.losses == expected
+        assert resumed.grad_norms == unbroken.grad_norms[-len(resumed.losses) :]
+        for name, weight in unbroken.weights.items():
+            assert torch.equal(resumed.weights[name], weight), name
+        return
+    losses = max(relative_differences(resumed.losses, expected))
+    weights, name = max((value, name) for name, value in weight_differences(resumed, unbroken).items())
+    print(f"losses {losses:.1e}, weights {weights:.1e} ({name})")
+    assert losses <= tolerance
+    assert weights <= 10 * tolerance, name

@@ -10,10 +10,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.functional.megatron import gated_delta_nets
-from tests.functional.megatron.cases import Record, relative_differences, weight_differences
+from tests.functional.megatron.cases import Record
 from tests.functional.megatron.checkpoint_runs import (
     MODEL,
     STOP,
@@ -22,6 +21,7 @@ from tests.functional.megatron.checkpoint_runs import (
     Ranks,
     Records,
     Run,
+    assert_continues,
     loading,
     saving,
     train,
@@ -44,26 +44,6 @@ LAYOUTS = {
     "hsdp": f"{ZERO_3} {_TWO}",
     "hfsdp": f"{ZERO_3} {_TWO} --outer-dp-sharding-strategy optim",
 }
-_LEARNS = 0.05
-
-
-def assert_continues(resumed: Record, unbroken: Record, exact: bool, tolerance: float = 1e-5) -> None:
-    """The resumed run has the losses and final weights of one that ran through."""
-    expected = unbroken.losses[-len(resumed.losses) :]
-    assert len(resumed.skipped) == len(unbroken.skipped) - STOP
-    assert sum(resumed.skipped) == sum(unbroken.skipped[STOP:])
-    assert unbroken.losses[0] - unbroken.losses[-1] > _LEARNS, "a model that learns nothing proves nothing"
-    if exact:
-        assert resumed.losses == expected
-        assert resumed.grad_norms == unbroken.grad_norms[-len(resumed.losses) :]
-        for name, weight in unbroken.weights.items():
-            assert torch.equal(resumed.weights[name], weight), name
-        return
-    losses = max(relative_differences(resumed.losses, expected))
-    weights, name = max((value, name) for name, value in weight_differences(resumed, unbroken).items())
-    print(f"losses {losses:.1e}, weights {weights:.1e} ({name})")
-    assert losses <= tolerance
-    assert weights <= 10 * tolerance, name
 
 
 class Saved:
