@@ -139,7 +139,7 @@ PATCHES: tuple[Patch, ...] = (
         attribute="get_load_checkpoint_path_by_args",
         kind="wrap",
         signature="(args, load_arg='load')",
-        reason="asks for the folder of --load where only --pretrained-checkpoint is given",
+        reason="names the folder that v2 loads: of --pretrained-checkpoint, or moved aside by an unfinished save",
         implementation="megatron_fsdp_v2_mcore.checkpointing.loading:wrap_get_load_checkpoint_path",
     ),
     Patch(

@@ -3,6 +3,7 @@ a step where there is none yet."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -135,7 +136,8 @@ def _empty_like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _zeros(saved: SavedState, parameter: torch.Tensor, scalar_device: torch.device) -> torch.Tensor:
-    if saved.shape == tuple(parameter.shape):
+    # State of a parameter of another size gets this one's, too: it is compared with the checkpoint before it is loaded.
+    if saved.shape == tuple(parameter.shape) or math.prod(saved.shape) != 1:
         # As torch's own optimizers do when they load: floating-point state has its parameter's dtype.
         dtype = parameter.dtype if saved.dtype.is_floating_point else saved.dtype
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -85,13 +84,15 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def wrap_get_load_checkpoint_path(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Asks for the folder that is loaded: without `--load`, that of `--pretrained-checkpoint`."""
+    """Answers with the folder that v2 loads, which may be that of `--pretrained-checkpoint` or one moved aside."""
 
     @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> Any:
-        if asks_for_v2(args) and getattr(args, load_arg) is None:
-            load_arg = "pretrained_checkpoint"
-        return original(args, load_arg)
+        if not asks_for_v2(args) or load_arg != "load":
+            return original(args, load_arg)
+        # Of both stock takes the second only where the first holds no checkpoint.
+        found = _find(args.load, args) or _find(args.pretrained_checkpoint, args)
+        return original(args, load_arg) if found is None else str(found.path)
 
     return get_load_checkpoint_path_by_args
 
@@ -120,7 +121,5 @@ def _single(optimizer: Any) -> FSDPv2DistributedOptimizer | None:
 
 def _find(folder: str | None, args: Any) -> Found | None:
     find = functools.partial(find_checkpoint, folder, getattr(args, "ckpt_step", None))
-    if dist.is_initialized():
-        return on_rank_zero(find)
-    # With --use-checkpoint-args stock looks before there are groups; one process mends what has to be mended.
-    return find() if os.environ.get("RANK", "0") == "0" else None
+    # With --use-checkpoint-args stock looks before there are groups.
+    return on_rank_zero(find) if dist.is_initialized() else find()

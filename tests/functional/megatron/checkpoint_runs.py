@@ -36,9 +36,9 @@ def whole(name: str, world: int, flags: str) -> Case:
     return Case(name, _flags(world, flags))
 
 
-def saving(name: str, world: int, folder: Path, flags: str) -> Case:
-    """A run that saves in the middle and stops there."""
-    save = f"--save {folder} --save-interval {STOP} --exit-interval {STOP}"
+def saving(name: str, world: int, folder: Path, flags: str, interval: int = STOP) -> Case:
+    """A run that saves in the middle, or in every interval until there, and stops there."""
+    save = f"--save {folder} --save-interval {interval} --exit-interval {STOP}"
     return Case(name, _flags(world, f"{flags} {save}"), stops=True)
 
 

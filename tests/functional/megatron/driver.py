@@ -149,7 +149,7 @@ def _recording(record: Record, case: Case) -> Iterator[None]:
         mock.patch.object(training, "evaluate", evaluate_and_record),
     ):
         yield
-    record.weights = _weights(models[0])
+    record.weights = _weights(models[0]) if models else {}
     record.weights_checksum = sum(float(weight.double().sum()) for weight in record.weights.values())
     if dist.get_rank() != 0:
         record.weights = {}
