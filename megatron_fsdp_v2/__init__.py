@@ -1,5 +1,7 @@
 """Sharded data-parallel training for torch."""
 
+from .checkpoint.errors import CheckpointError
+from .checkpoint.standalone import load_checkpoint, save_checkpoint
 from .explain import explain
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
@@ -12,6 +14,7 @@ from .sharding.parameter_group import ParameterGroup
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
     "DataParallelBuffer",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -24,6 +27,8 @@ __all__ = [
     "full_tensor",
     "fully_shard",
     "get_total_norm",
+    "load_checkpoint",
     "register_fsdp_forward_method",
+    "save_checkpoint",
     "share_comm_ctx",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ def on_rank_zero[T](function: Callable[[], T], group: dist.ProcessGroup | None =
         return _translated(function)
     outcome: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
-        outcome = _outcome_of(function)
+        outcome = outcome_of(function)
     dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise CheckpointError(outcome[1])
@@ -37,19 +37,24 @@ def on_every_rank[T](function: Callable[[], T], group: dist.ProcessGroup | None 
     """
     if not _has_others(group):
         return _translated(function)
-    result, problem = _outcome_of(function)
+    result, problem = outcome_of(function)
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
+    if text := problems_together(problems):
+        raise CheckpointError(text)
+    value: T = result
+    return value
+
+
+def problems_together(problems: Sequence[str | None]) -> str | None:
+    """One text for what went wrong on which rank, each message once; None if nothing did anywhere."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):
         if text is not None:
             by_text.setdefault(text, []).append(rank)
-    if not by_text:
-        value: T = result
-        return value
     if list(by_text.values()) == [list(range(len(problems)))]:
-        raise CheckpointError(next(iter(by_text)))
-    raise CheckpointError("\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()))
+        return next(iter(by_text))
+    return "\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()) or None
 
 
 def causes_of(error: CheckpointException) -> str:
@@ -74,7 +79,8 @@ def _translated[T](function: Callable[[], T]) -> T:
         raise CheckpointError(_text_of(error)) from error
 
 
-def _outcome_of(function: Callable[[], Any]) -> list[Any]:
+def outcome_of(function: Callable[[], Any]) -> list[Any]:
+    """What a function returned and None, or None and the message of what it raised."""
     try:
         return [function(), None]
     # Whatever it is, the other ranks have to hear of it.

@@ -7,9 +7,11 @@ matrices by themselves don't have that problem, and are what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from ..sharding.dtensor import RowShard, build_dtensor
@@ -58,6 +60,36 @@ def split_fused(tensor: DTensor, layout: FusedLayout) -> dict[str, DTensor]:
     return parts
 
 
+def split_weights(weights: Mapping[str, Any], layouts: Mapping[str, FusedLayout]) -> dict[str, Any]:
+    """A state dict with the matrices of fused parameters in their place, each named like the parameter and itself.
+
+    Parameters may be DTensors or plain tensors.
+
+    Raises:
+        ValueError: the components of some don't add up to its rows.
+    """
+    result: dict[str, Any] = {}
+    for name, value in weights.items():
+        if name in layouts:
+            result |= {f"{name}{part}": tensor for part, tensor in _split(value, layouts[name]).items()}
+        else:
+            result[name] = value
+    return result
+
+
+def split_states(states: Mapping[str, Any], layouts: Mapping[str, FusedLayout]) -> dict[str, dict[str, Any]]:
+    """As `split_weights`, for optimizer state ``{parameter: {state: value}}``; counts of steps stay as they are."""
+    result: dict[str, dict[str, Any]] = {}
+    for name, values in states.items():
+        for key, value in values.items():
+            if name in layouts and isinstance(value, torch.Tensor) and value.ndim > 0:
+                for part, tensor in _split(value, layouts[name]).items():
+                    result.setdefault(f"{name}{part}", {})[key] = tensor
+            else:
+                result.setdefault(name, {})[key] = value
+    return result
+
+
 def tensor_parallel_ranks(tensor: DTensor) -> int:
     """Over how many ranks the rows of a parameter are cut by tensor parallelism, before data parallelism cuts them."""
     ranks = 1
@@ -65,6 +97,17 @@ def tensor_parallel_ranks(tensor: DTensor) -> int:
         if placement.is_shard(0) and not isinstance(placement, RowShard):
             ranks *= tensor.device_mesh.size(dim)
     return ranks
+
+
+def _split(tensor: torch.Tensor, layout: FusedLayout) -> Mapping[str, torch.Tensor]:
+    if isinstance(tensor, DTensor):
+        return split_fused(tensor, layout)
+    if tensor.ndim == 0 or layout.rows != tensor.shape[0]:
+        raise ValueError(
+            f"components {layout.components} have {layout.rows} rows, the parameter is of shape {tuple(tensor.shape)}"
+        )
+    parts = tensor.split([rows for _, rows in layout.components])
+    return {name: part for (name, _), part in zip(layout.components, parts, strict=True)}
 
 
 def _held_rows(tensor: DTensor, rows: int) -> RowRange:

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..sharding.dtensor import build_dtensor
 from .chunk_metadata import propagate_chunk_metadata
+from .fused import FusedLayout
 
 type State = dict[str, dict[str, Any]]
+# What begins the keys of states in a checkpoint; the parameter's name and the state's follow.
+STATE_PREFIX = "optimizer.state."
 
 
 class SavedState(NamedTuple):
@@ -55,6 +59,26 @@ def collect_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter,
             if values:
                 collected[name] = values
     return collected
+
+
+def saved_states(
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], fused: Mapping[str, FusedLayout]
+) -> dict[str, dict[str, SavedState]]:
+    """The tensors that a checkpoint holds of optimizers, ``{parameter name: {state name: ...}}``.
+
+    Args:
+        shapes: the global shape of every fused parameter here, by name.
+        fused: the parameters that the checkpoint holds matrix by matrix, as one state each.
+    """
+    whole = {f"{name}{part}": name for name, layout in fused.items() for part, _ in layout.components}
+    states: dict[str, dict[str, SavedState]] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not key.startswith(STATE_PREFIX) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        name, _, state = key.removeprefix(STATE_PREFIX).rpartition(".")
+        shape = shapes[whole[name]] if name in whole else tuple(entry.size)
+        states.setdefault(whole.get(name, name), {})[state] = SavedState(shape, entry.properties.dtype)
+    return states
 
 
 def create_state(
@@ -118,7 +142,8 @@ def _as_sharded(name: str, value: Any, parameter: torch.Tensor) -> Any:
         return value
     local = _local(value)
     if local.shape == parameter._local_tensor.shape:
-        state = build_dtensor(local, parameter.device_mesh, parameter.placements, parameter.shape)
+        # The optimizer's own tensor stays free of what checkpoints attach: users copy and pickle it.
+        state = build_dtensor(local.detach(), parameter.device_mesh, parameter.placements, parameter.shape)
         return propagate_chunk_metadata(state, parameter)
     if value.numel() == 1:
         return value

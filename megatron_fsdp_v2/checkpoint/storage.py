@@ -7,6 +7,7 @@ Readers change nothing: a write may be under way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -93,6 +94,14 @@ def end_write(path: Path) -> None:
         raise CheckpointError(f"{path} is not whole after the save: {problem}")
     sync_folder(path)
     shutil.rmtree(_replaced(path), ignore_errors=True)
+
+
+def cancel_write(path: Path) -> None:
+    """Put back what ``begin_write`` moved aside, as long as nothing was written."""
+    with contextlib.suppress(OSError):
+        if is_complete(_replaced(path)):
+            path.rmdir()
+            os.rename(_replaced(path), path)
 
 
 def sync_folder(path: Path) -> None:

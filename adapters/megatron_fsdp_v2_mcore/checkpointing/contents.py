@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.checkpoint.chunk_metadata import attach_chunk_metadata, chunk_metadata_of, verify_chunks
-from megatron_fsdp_v2.checkpoint.fused import FusedLayout, split_fused
+from megatron_fsdp_v2.checkpoint.fused import split_states, split_weights
 
 from .fused_parameters import fused_layouts
 
@@ -33,31 +33,9 @@ def prepare(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     for value in weights.values():
         if isinstance(value, DTensor) and chunk_metadata_of(value) is None:
             attach_chunk_metadata(value, "preprocess")
-    prepared = {**state_dict, "model": _split_weights(weights, layouts)}
+    prepared = {**state_dict, "model": split_weights(weights, layouts)}
     if "optimizer" in state_dict:
         optimizer = state_dict["optimizer"]
-        prepared["optimizer"] = {**optimizer, "state": _split_states(optimizer["state"], layouts)}
+        prepared["optimizer"] = {**optimizer, "state": split_states(optimizer["state"], layouts)}
     verify_chunks(prepared)
     return prepared
-
-
-def _split_weights(weights: Mapping[str, Any], layouts: Mapping[str, FusedLayout]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in weights.items():
-        if name in layouts:
-            result |= {f"{name}{part}": tensor for part, tensor in split_fused(value, layouts[name]).items()}
-        else:
-            result[name] = value
-    return result
-
-
-def _split_states(states: Mapping[str, Any], layouts: Mapping[str, FusedLayout]) -> dict[str, dict[str, Any]]:
-    result: dict[str, dict[str, Any]] = {}
-    for name, values in states.items():
-        for key, value in values.items():
-            if name in layouts and isinstance(value, DTensor):
-                for part, tensor in split_fused(value, layouts[name]).items():
-                    result.setdefault(f"{name}{part}", {})[key] = tensor
-            else:
-                result.setdefault(name, {})[key] = value
-    return result

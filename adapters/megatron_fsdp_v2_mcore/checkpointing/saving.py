@@ -11,9 +11,11 @@ from typing import Any
 from megatron.training import get_args
 from megatron.training.checkpointing import get_checkpoint_name
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_fsdp_v2.checkpoint.collective_errors import causes_of, on_every_rank, on_rank_zero
+from megatron_fsdp_v2.checkpoint.agreement import Offer, build_alike
+from megatron_fsdp_v2.checkpoint.collective_errors import causes_of, on_rank_zero
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.storage import begin_write, end_write
 
@@ -54,9 +56,14 @@ def wrap_preprocess_state_dict(original: Callable[..., Any]) -> Callable[..., An
     def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any], model: nn.Module) -> Any:
         if not asks_for_v2(args):
             return original(args, raw_state_dict, model)
-        return on_every_rank(functools.partial(prepare, raw_state_dict, model))
+        return build_alike(functools.partial(prepare, raw_state_dict, model), _offer_of)
 
     return preprocess_fsdp_dtensor_state_dict
+
+
+def _offer_of(state_dict: dict[str, Any]) -> Offer:
+    flat, _ = flatten_state_dict(state_dict)
+    return Offer(flat)
 
 
 def _make_ready(path: Path) -> None:

@@ -14,20 +14,19 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_v2.checkpoint.collective_errors import causes_of, on_every_rank
 from megatron_fsdp_v2.checkpoint.comparison import Differences, compare
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.metadata import SafeFileSystemReader, read_metadata
-from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState
+from megatron_fsdp_v2.checkpoint.optimizer_state import STATE_PREFIX, SavedState, saved_states
 
 from ..optimizer import FSDPv2DistributedOptimizer
 from .contents import prepare
 from .fused_parameters import fused_layouts
 from .optimizer_entry import SCALER
 
-_OPTIMIZER_STATE = "optimizer.state."
 _SCALER = f"optimizer.{SCALER}"
 _RANDOM = "rng_state"
 # What a run knows beside its tensors. Files with weights alone have none of it; the run then starts at iteration 0.
@@ -98,7 +97,7 @@ def _build(
     }
     if "optimizer" in wanted:
         assert optimizer is not None
-        optimizer.create_missing_state(saved_states(metadata, model))
+        optimizer.create_missing_state(_saved_states(metadata, model))
         wanted["optimizer"] = optimizer.sharded_state_dict()
         if f"{_SCALER}.scale" not in entries and wanted["optimizer"].pop(SCALER, None):
             _warn(f"{path} has no loss scale; it starts anew")
@@ -113,23 +112,15 @@ def _build(
     return wanted, prepared
 
 
-def saved_states(metadata: Metadata, model: nn.Module) -> dict[str, dict[str, SavedState]]:
+def _saved_states(metadata: Metadata, model: nn.Module) -> dict[str, dict[str, SavedState]]:
     """What a checkpoint holds of the optimizer, by the names that the parameters of this model have."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    whole = {f"{name}{part}": name for name, layout in fused_layouts(model).items() for part, _ in layout.components}
-    states: dict[str, dict[str, SavedState]] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if not key.startswith(_OPTIMIZER_STATE) or not isinstance(entry, TensorStorageMetadata):
-            continue
-        name, _, state = key.removeprefix(_OPTIMIZER_STATE).rpartition(".")
-        shape = shapes[whole[name]] if name in whole else tuple(entry.size)
-        states.setdefault(whole.get(name, name), {})[state] = SavedState(shape, entry.properties.dtype)
-    return states
+    return saved_states(metadata, shapes, fused_layouts(model))
 
 
 def _wanted_in(prepared: Mapping[str, Any]) -> Callable[[str], bool]:
     """Of keys that only the checkpoint has, those that should have had a place: weights, and state if it is loaded."""
-    parts = ("model.", _OPTIMIZER_STATE) if "optimizer" in prepared else ("model.",)
+    parts = ("model.", STATE_PREFIX) if "optimizer" in prepared else ("model.",)
     return lambda key: key.startswith(parts)
 
 
