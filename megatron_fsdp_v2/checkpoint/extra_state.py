@@ -105,7 +105,11 @@ def restore_objects(extra: Mapping[str, Any], loaded: Mapping[str, Any]) -> None
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, torch.Tensor):
         yield path, value.detach()
-    elif isinstance(value, Mapping) and any(_tensors(value)) and all(isinstance(key, str) for key in value):
+    elif (
+        isinstance(value, Mapping)
+        and next(_tensors(value), None) is not None
+        and all(isinstance(key, str) for key in value)
+    ):
         for key, item in value.items():
             yield from _leaves((*path, key), item)
     else:
