@@ -56,9 +56,10 @@ def saved_paths(metadata: Metadata) -> dict[str, Path]:
     for key in metadata.state_dict_metadata:
         if not key.startswith(f"{ROOT}."):
             continue
-        path = data.get(key, (ROOT, key.removeprefix(f"{ROOT}.")))
-        if not isinstance(path, tuple) or len(path) < 2 or not all(type(part) is str for part in path):
-            raise CheckpointError(f"the path of {key} is damaged: {path!r}")
+        path = data.get(key)
+        # Others than `save_checkpoint` may have written it, flat.
+        if not isinstance(path, tuple) or path[:1] != (ROOT,) or not all(type(part) is str for part in path):
+            path = (ROOT, key.removeprefix(f"{ROOT}."))
         paths[key] = path[1:]
     taken = set(paths.values())
     if clash := [key for key, path in paths.items() if any(path[:end] in taken for end in range(1, len(path)))]:

@@ -112,6 +112,8 @@ class SafeFileSystemReader(FileSystemReader):
 
 def _missing(file: Path) -> str:
     folder = file.parent
+    if not file.name.endswith(FILE_NAME):
+        return f"{file} is not a folder"
     if not folder.is_dir():
         return f"{folder} is not a folder"
     latest = folder / _LATEST

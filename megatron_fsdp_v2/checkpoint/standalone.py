@@ -126,10 +126,8 @@ def load_checkpoint(
     loaded = {key: value for key, value in state_dict.flat.items() if key in metadata.state_dict_metadata}
     try:
         _read(folder, loaded, process_group)
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"{folder} could not be loaded ({causes_of(error)}); the model's weights are partly overwritten"
-        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; the model's weights may be partly overwritten") from error
     state_dict.flat.update(loaded)
     take_over(subject, state_dict, loaded.__contains__)
     group_options.restore_options(options)
@@ -162,14 +160,17 @@ def _to_load(
 
 
 def _read(folder: Path, flat: dict[str, Any], group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
-    with _no_word_on_single_processes():
-        load(
-            flat,
-            storage_reader=SafeFileSystemReader(folder),
-            planner=SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=alone or not dist.is_initialized(),
-        )
+    try:
+        with _no_word_on_single_processes():
+            load(
+                flat,
+                storage_reader=SafeFileSystemReader(folder),
+                planner=SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=alone or not dist.is_initialized(),
+            )
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} could not be loaded ({causes_of(error)})") from error
 
 
 def _judge(folder: Path, differences: Differences, strict: bool) -> None:
