@@ -112,7 +112,7 @@ def test_values_too_large_for_the_dtype(tmp_path: Path) -> None:
     kept["decoder.final_layernorm.weight"][3] = 1e5
     source = save(tmp_path / "ckpt", kept, settings())
     message = convert(source, tmp_path / "hf", "--to", "hf", "--dtype", "fp16", code=2)
-    assert "model.norm.weight has values that don't fit into torch.float16" in message
+    assert "model.decoder.final_layernorm.weight of" in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
 
 

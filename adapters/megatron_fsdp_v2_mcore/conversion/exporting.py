@@ -24,8 +24,9 @@ from .names import FUSED_NORM, Link, links_of
 from .output import fresh_folder, write_json
 from .run_settings import architecture_of_settings
 from .stored_settings import read_settings
+from .tensor_folder import INDEX_NAME
+from .values import in_dtype
 
-INDEX_NAME = "model.safetensors.index.json"
 MODEL = "model."
 # Calibration of low-precision kernels.
 _EXTRA_STATE = "_extra_state"
@@ -141,13 +142,12 @@ def _size(link: Link, dtype: torch.dtype) -> int:
 
 def _converted(checkpoint: Checkpoint, reader: TensorReader, link: Link, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     whole = reader.read(checkpoint.entries[f"{MODEL}{link.megatron}"], Chunk((0,) * len(link.shape), link.shape))
-    result = {}
-    for name, part in zip(link.hugging_face, link.split(whole), strict=True):
+    try:
         # Memory of its own: a file can't hold two views of one.
-        result[name] = torch.empty(part.shape, dtype=dtype).copy_(part)
-        if not torch.equal(result[name].isfinite(), part.isfinite()):
-            raise CheckpointError(f"{name} has values that don't fit into {dtype}; choose another --dtype")
-    return result
+        parts = [in_dtype(part, dtype) for part in link.split(whole)]
+    except ValueError as error:
+        raise CheckpointError(f"{MODEL}{link.megatron} of {checkpoint.path}: {error}") from error
+    return dict(zip(link.hugging_face, parts, strict=True))
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

@@ -83,6 +83,14 @@ def with_vocabulary_padding(table: torch.Tensor, padded: int) -> torch.Tensor:
     return torch.cat([table, table.new_zeros(padded - table.shape[0], *table.shape[1:])])
 
 
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy in another dtype, or in the same. Raises ValueError if a number becomes infinite."""
+    copy = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+    if not torch.equal(copy.isfinite(), tensor.isfinite()):
+        raise ValueError(f"some values don't fit into {dtype}; choose another --dtype")
+    return copy
+
+
 def _check_rows(name: str, tensor: torch.Tensor, rows: int) -> None:
     if tensor.dim() < 1 or tensor.shape[0] != rows:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; {rows} rows follow from the heads of the settings")

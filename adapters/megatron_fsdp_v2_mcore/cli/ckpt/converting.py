@@ -158,6 +158,37 @@ def _to_hugging_face(request: _Request) -> None:
         typer.echo(f"all {model.vocabulary:,} rows of the vocabulary; if some are padding, give --vocab-size")
 
 
+def _from_hugging_face(request: _Request) -> None:
+    from ...conversion.importing import import_model, plan_import
+    from ...conversion.output import check_is_free
+    from ...conversion.run_settings import flags_of
+
+    _refuse_options(request, "--from hf", max_shard_size="max-shard-size", vocabulary="vocab-size")
+    check_is_free(request.out)
+    plan = plan_import(
+        request.source,
+        _torch_dtype(request.dtype),
+        fused_norms=request.layers is not Layers.LOCAL,
+        padded_vocabulary=request.padded_vocabulary,
+        divisor=_DEFAULT_DIVISOR if request.divisor is None else request.divisor,
+    )
+    if request.is_dry:
+        rows = [
+            (f"model.{name}", dtype_name(plan.dtypes[name]), str(list(plan.links[name].shape))) for name in plan.links
+        ]
+        print_columns(("tensor", "dtype", "shape"), rows)
+    else:
+        with progress_bar("converting", is_first=True) as progress:
+            import_model(plan, request.out, progress)
+    if plan.ignored:
+        typer.echo(f"left out, since nothing needs them: {', '.join(plan.ignored)}")
+    done = "to be written; a dry run, so nothing was" if request.is_dry else f"written to {request.out}"
+    model = plan.architecture
+    typer.echo(f"{model.family} model, {size_text(plan.size)} in {counted(len(plan.links), 'tensor')} {done}")
+    typer.echo(f"a run has this model, with a padded vocabulary of {model.padded_vocabulary:,}, by")
+    typer.echo("\n".join(f"  {flags}" for flags in flags_of(model)))
+
+
 def _list_files(files: "dict[str, list[Link]]", dtype: "torch.dtype") -> None:
     rows = [
         (file, name, dtype_name(dtype), str(list(shape)))
@@ -190,4 +221,5 @@ def _torch_dtype(dtype: Dtype | None) -> "torch.dtype | None":
 
 _CONVERSIONS: dict[tuple[Format, Format], Callable[[_Request], Any]] = {
     (Format.V2, Format.HF): _to_hugging_face,
+    (Format.HF, Format.V2): _from_hugging_face,
 }
