@@ -49,15 +49,18 @@ def _attention(hidden: torch.Tensor, tensors: Tensors, prefix: str, config: dict
 
 def _rotated(heads: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
     length, size = heads.shape[-2:]
-    frequencies = [_frequency(2 * n / size, config) for n in range(size // 2)]
+    frequencies = [frequency(2 * n / size, config) for n in range(size // 2)]
     angles = torch.outer(torch.arange(length).float(), torch.tensor(frequencies))
     first, second = heads.chunk(2, dim=-1)
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
 
-def _frequency(exponent: float, config: dict[str, Any]) -> float:
-    """Llama 3 divides low frequencies by a factor, leaves high ones, and goes from one to the other in between."""
+def frequency(exponent: float, config: dict[str, Any]) -> float:
+    """Radians per position of the dimension that the exponent stands for.
+
+    Llama 3 divides low frequencies by a factor, leaves high ones, and goes from one to the other in between.
+    """
     frequency = config["rope_theta"] ** -exponent
     scaling = config["rope_scaling"]
     if scaling is None:

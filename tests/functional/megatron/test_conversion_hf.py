@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_fsdp_v2_mcore.cli.main import app
+from megatron_fsdp_v2_mcore.conversion.architecture import LLAMA3_ROPE
 from megatron_fsdp_v2_mcore.conversion.hugging_face_config import architecture_of_config, read_config
 from megatron_fsdp_v2_mcore.conversion.run_settings import flags_of
 from torch.nn import functional
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from tests.functional.megatron.cases import VOCABULARY, Case
 from tests.functional.megatron.checkpoint_runs import ZERO_3, Ranks, Records, train
 from tests.functional.megatron.driver import SyntheticText
-from tests.functional.megatron.hugging_face_models import logits_of
+from tests.functional.megatron.hugging_face_models import frequency, logits_of
 
 _BATCH = 12
 _SAVED = 10
@@ -133,6 +134,22 @@ def test_the_first_loss_of_a_run_that_loads(converted: Converted, name: str) -> 
     print(f"{name}: {loss} by formula, {first} by Megatron, {converted.saving[name].losses[0]} untrained")
     assert loss == pytest.approx(first, rel=MODELS[name].tolerance)
     assert first != pytest.approx(converted.saving[name].losses[0], rel=10 * MODELS[name].tolerance)
+
+
+def _stretched(rank: int, world: int, base: int, factor: float, size: int) -> torch.Tensor:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    embedding = RotaryEmbedding(
+        size, 1.0, rotary_base=base, rope_scaling=True, rope_scaling_factor=factor, use_cpu_initialization=True
+    )
+    return embedding.inv_freq
+
+
+def test_stretched_positions_have_the_frequencies_of_megatron(ranks: Ranks) -> None:
+    """The runs here have too few positions to tell."""
+    config = {"rope_theta": 500000.0, "rope_scaling": {"factor": 32.0, **LLAMA3_ROPE}}
+    ours = torch.tensor([frequency(2 * n / 128, config) for n in range(64)])
+    torch.testing.assert_close(ranks(1).run(_stretched, 500000, 32.0, 128, timeout=120)[0], ours, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
