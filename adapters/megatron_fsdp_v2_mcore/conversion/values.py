@@ -80,13 +80,16 @@ def with_vocabulary_padding(table: torch.Tensor, padded: int) -> torch.Tensor:
     """
     if padded < table.shape[0]:
         raise ValueError(f"padded vocabulary is {padded}; give at least {table.shape[0]}, the rows of the table")
+    if padded == table.shape[0]:
+        return table
     return torch.cat([table, table.new_zeros(padded - table.shape[0], *table.shape[1:])])
 
 
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous copy in another dtype, or in the same. Raises ValueError if a number becomes infinite."""
     copy = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
-    if not torch.equal(copy.isfinite(), tensor.isfinite()):
+    is_narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if is_narrower and not torch.equal(copy.isfinite(), tensor.isfinite()):
         raise ValueError(f"some values don't fit into {dtype}; choose another --dtype")
     return copy
 

@@ -73,7 +73,7 @@ def convert(*arguments: Any) -> None:
 
 @pytest.fixture(scope="module")
 def converted(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """Every model trained and saved one step before the end; converted; and converted back and loaded for some steps."""
+    """Every model trained and saved a step before the end; converted; converted back and loaded for some steps."""
     folder = tmp_path_factory.mktemp("hf")
     saves = [
         Case(name, _flags(f"{_KINDS} {model.flags} --train-iters {_SAVED + 1} --save {folder / name}"))
