@@ -159,6 +159,11 @@ def test_tensors_that_do_not_fit_the_settings(tmp_path: Path) -> None:
         assert line in message
 
 
+def test_more_layers_than_tensors(tmp_path: Path) -> None:
+    path = save(tmp_path / "ckpt", weights(), settings(num_layers=10**15))
+    assert "fewer tensors than layers" in convert(path, tmp_path / "hf", "--to", "hf", code=2)
+
+
 class Trap:
     """Unpickled with trust, it makes a file."""
 

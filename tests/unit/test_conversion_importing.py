@@ -43,6 +43,7 @@ def test_there_and_back_bit_by_bit(tmp_path: Path, name: str) -> None:
     tensors = model_folder(tmp_path / "hf", model, torch.bfloat16 if model.bf16 else torch.float32)
     message = convert(tmp_path / "hf", tmp_path / "v2", "--from", "hf")
     assert "padded vocabulary of 128" in message
+    assert "the latest is" in convert(tmp_path / "v2", tmp_path / "back", "--to", "hf", code=2)
     convert(tmp_path / "v2" / "release", tmp_path / "back", "--to", "hf")
     back = loaded(tmp_path / "back")
     assert back.keys() == tensors.keys()
@@ -168,6 +169,8 @@ def test_another_number_of_layers(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     message = convert(tmp_path / "hf", tmp_path / "v2", "--from", "hf", code=2)
     assert "in the checkpoint only:\n    model.layers.1.input_layernorm.weight" in message
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**15}))
+    assert "fewer tensors than layers" in convert(tmp_path / "hf", tmp_path / "v2", "--from", "hf", code=2)
 
 
 def test_files_that_change_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ def test_names_of_a_model() -> None:
         ({"hidden_size": "32"}, "the setting hidden_size of the run is '32'"),
         ({"padded_vocab_size": None}, "the setting padded_vocab_size"),
         ({"rotary_base": float("inf")}, "rotary_base"),
+        ({"layernorm_epsilon": float("nan")}, "norm_epsilon is nan"),
         ({"vocab_size": 97}, "padded vocabulary is 96"),
     ],
 )
@@ -152,6 +153,7 @@ def test_heads_without_groups() -> None:
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"rms_norm_eps": -1.0}, "norm_epsilon is -1.0"),
         ({"num_key_value_heads": 3}, "query_groups is 3"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),

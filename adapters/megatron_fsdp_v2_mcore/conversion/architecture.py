@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,8 +28,8 @@ class Architecture:
         bf16: the run computes in bfloat16.
 
     Raises:
-        ValueError: a size is below one, the padded vocabulary is the smaller one, or no model of Hugging Face's has
-            that choice of norms and biases.
+        ValueError: a size is below one, a factor isn't positive, the padded vocabulary is the smaller one, or no model
+            of Hugging Face's has that choice of norms and biases.
     """
 
     layers: int
@@ -51,6 +52,10 @@ class Architecture:
         for name in ("layers", "hidden_size", "ffn_size", "vocabulary", "positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
+        for name in ("norm_epsilon", "rope_base", "rope_factor"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; give a positive number")
         if self.padded_vocabulary < self.vocabulary:
             raise ValueError(
                 f"the padded vocabulary is {self.padded_vocabulary}; give at least {self.vocabulary}, the vocabulary"

@@ -65,6 +65,9 @@ def plan_export(
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size is {max_shard_size}; give a number of at least 1")
     architecture = architecture_of_settings(read_settings(checkpoint), vocabulary)
+    # Before as many names are made.
+    if architecture.layers > len(checkpoint.entries):
+        raise CheckpointError(f"{checkpoint.path} has fewer tensors than layers ({architecture.layers:,})")
     links = links_of(architecture, fused_norms=f"{MODEL}{FUSED_NORM}" in checkpoint.entries)
     _judge(checkpoint, links)
     dtype = dtype or (torch.bfloat16 if architecture.bf16 else torch.float32)

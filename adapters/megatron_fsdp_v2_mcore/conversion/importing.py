@@ -75,6 +75,9 @@ def plan_import(
     """
     architecture = architecture_of_config(read_config(folder), padded_vocabulary, divisor)
     source = TensorFolder(folder)
+    # Before as many names are made.
+    if architecture.layers > len(source.tensors):
+        raise CheckpointError(f"{folder} has fewer tensors than layers ({architecture.layers:,})")
     links = links_of(architecture, fused_norms)
     ignored = [name for name in source.tensors if name.endswith(_INVERSE_FREQUENCIES)]
     if architecture.tied and _OUTPUT in source.tensors:

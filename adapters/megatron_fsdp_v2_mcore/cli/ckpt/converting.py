@@ -52,19 +52,43 @@ def parse_shard_size(text: str) -> int:
     return parse_memory(text)
 
 
+_DTYPE_HELP = "Of the weights. Default to hf: bf16 if the run computed in it, else fp32; from hf: as stored."
+ShardSize = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_shard_size,
+        metavar="BYTES",
+        help="To hf: of one file, 5GB by default; up to twice that is in memory.",
+    ),
+]
+VocabSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="To hf: number of tokens. Default: the run's --vocab-size, else with its padding."),
+]
+PaddedVocabSize = Annotated[
+    int | None, typer.Option(min=1, help="From hf: rows of the tables in the run that loads OUT.")
+]
+Divisor = Annotated[
+    int | None, typer.Option(min=1, help="From hf: that of the run, times its tensor-parallel size; 128 by default.")
+]
+TransformerImpl = Annotated[
+    Layers | None, typer.Option(help="From hf: that of the run; transformer_engine by default.")
+]
+
+
 @dataclass(frozen=True)
 class _Request:
     """What the command line said; None where it said nothing."""
 
     source: Path
     out: Path
-    is_dry: bool
+    dry_run: bool
     dtype: Dtype | None
     max_shard_size: int | None
-    vocabulary: int | None
-    padded_vocabulary: int | None
-    divisor: int | None
-    layers: Layers | None
+    vocab_size: int | None
+    padded_vocab_size: int | None
+    make_vocab_size_divisible_by: int | None
+    transformer_impl: Layers | None
 
 
 def convert(
@@ -73,35 +97,12 @@ def convert(
     to: Annotated[Format, typer.Option("--to", help="What is written.")] = Format.V2,
     come_from: Annotated[Format, typer.Option("--from", help="What SOURCE is.")] = Format.V2,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be written.")] = False,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            help="Of the weights. Default to hf: bf16 if the run computed in it, else fp32; from hf: as stored."
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_shard_size,
-            metavar="BYTES",
-            help="To hf: of one file, 5GB by default; so much twice is in memory.",
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="To hf: number of tokens. Default: the run's --vocab-size, else with its padding."),
-    ] = None,
-    padded_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="From hf: rows of the tables in the run that loads OUT.")
-    ] = None,
-    make_vocab_size_divisible_by: Annotated[
-        int | None,
-        typer.Option(min=1, help="From hf: that of the run, times its tensor-parallel size; 128 by default."),
-    ] = None,
-    transformer_impl: Annotated[
-        Layers | None,
-        typer.Option(help="From hf: that of the run; transformer_engine by default."),
-    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help=_DTYPE_HELP)] = None,
+    max_shard_size: ShardSize = None,
+    vocab_size: VocabSize = None,
+    padded_vocab_size: PaddedVocabSize = None,
+    make_vocab_size_divisible_by: Divisor = None,
+    transformer_impl: TransformerImpl = None,
 ) -> None:
     """Convert a checkpoint to Hugging Face's safetensors, or the other way round.
 
@@ -138,21 +139,19 @@ def _to_hugging_face(request: _Request) -> None:
     from ...conversion.exporting import export, plan_export
     from ...conversion.output import check_is_free
 
-    _refuse_options(
-        request, "--to hf", padded_vocabulary="padded-vocab-size", divisor="make-vocab-size-divisible-by",
-        layers="transformer-impl",
-    )  # fmt: skip
+    foreign = ("padded_vocab_size", "make_vocab_size_divisible_by", "transformer_impl")
+    _refuse_options(request, "--to hf", *foreign)
     check_is_free(request.out)
     checkpoint = open_checkpoint(request.source)
     limit = _DEFAULT_SHARD_SIZE if request.max_shard_size is None else request.max_shard_size
-    plan = plan_export(checkpoint, _torch_dtype(request.dtype), limit, request.vocabulary)
-    if request.is_dry:
+    plan = plan_export(checkpoint, _torch_dtype(request.dtype), limit, request.vocab_size)
+    if request.dry_run:
         _list_files(plan.files, plan.dtype)
     else:
         with progress_bar("converting", is_first=True) as progress:
             export(checkpoint, plan, request.out, progress)
     model = plan.architecture
-    done = "to be written; a dry run, so nothing was" if request.is_dry else f"written to {request.out}"
+    done = "to be written; a dry run, so nothing was" if request.dry_run else f"written to {request.out}"
     typer.echo(f"{model.family} model, {size_text(plan.size)} in {counted(len(plan.files), 'file')} {done}")
     if model.vocabulary == model.padded_vocabulary:
         typer.echo(f"all {model.vocabulary:,} rows of the vocabulary; if some are padding, give --vocab-size")
@@ -163,16 +162,18 @@ def _from_hugging_face(request: _Request) -> None:
     from ...conversion.output import check_is_free
     from ...conversion.run_settings import flags_of
 
-    _refuse_options(request, "--from hf", max_shard_size="max-shard-size", vocabulary="vocab-size")
+    _refuse_options(request, "--from hf", "max_shard_size", "vocab_size")
     check_is_free(request.out)
     plan = plan_import(
         request.source,
         _torch_dtype(request.dtype),
-        fused_norms=request.layers is not Layers.LOCAL,
-        padded_vocabulary=request.padded_vocabulary,
-        divisor=_DEFAULT_DIVISOR if request.divisor is None else request.divisor,
+        fused_norms=request.transformer_impl is not Layers.LOCAL,
+        padded_vocabulary=request.padded_vocab_size,
+        divisor=_DEFAULT_DIVISOR
+        if request.make_vocab_size_divisible_by is None
+        else request.make_vocab_size_divisible_by,
     )
-    if request.is_dry:
+    if request.dry_run:
         rows = [
             (f"model.{name}", dtype_name(plan.dtypes[name]), str(list(plan.links[name].shape))) for name in plan.links
         ]
@@ -182,7 +183,7 @@ def _from_hugging_face(request: _Request) -> None:
             import_model(plan, request.out, progress)
     if plan.ignored:
         typer.echo(f"left out, since nothing needs them: {', '.join(plan.ignored)}")
-    done = "to be written; a dry run, so nothing was" if request.is_dry else f"written to {request.out}"
+    done = "to be written; a dry run, so nothing was" if request.dry_run else f"written to {request.out}"
     model = plan.architecture
     typer.echo(f"{model.family} model, {size_text(plan.size)} in {counted(len(plan.links), 'tensor')} {done}")
     typer.echo(f"a run has this model, with a padded vocabulary of {model.padded_vocabulary:,}, by")
@@ -206,8 +207,8 @@ def _refuse_several_ranks() -> None:
         raise ValueError(f"convert runs in one process, not {dist.get_world_size()}; start it without torchrun")
 
 
-def _refuse_options(request: _Request, direction: str, **options: str) -> None:
-    given = [f"--{option}" for field, option in options.items() if getattr(request, field) is not None]
+def _refuse_options(request: _Request, direction: str, *options: str) -> None:
+    given = [f"--{option.replace('_', '-')}" for option in options if getattr(request, option) is not None]
     if given:
         raise ValueError(f"{', '.join(given)} means nothing with {direction}; leave it out")
 
