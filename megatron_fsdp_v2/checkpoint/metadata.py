@@ -117,8 +117,10 @@ def _missing(file: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is not a folder"
     latest = folder / _LATEST
-    if latest.is_file() and (step := latest.read_text(errors="replace").strip()).isdigit():
-        return f"{folder} holds several checkpoints; the latest is {folder / f'iter_{int(step):07d}'}"
+    step = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    if step.isdigit() or step == "release":
+        name = step if step == "release" else f"iter_{int(step):07d}"
+        return f"{folder} holds several checkpoints; the latest is {folder / name}"
     if (folder / "__0.metadata").is_file():
         return f"{folder} has metadata for each rank and none for all; it was saved without coordination between ranks"
     return f"{folder} is no DCP checkpoint: it has no {file.name}. Was the save interrupted?"

@@ -4,11 +4,12 @@ import typer
 
 from .changes import remove, rename
 from .comparing import compare_checkpoints
+from .converting import convert
 from .listing import list_keys
 from .printing import print_keys
 
 app = typer.Typer(
-    help="Look into DCP checkpoints and change their keys.\n\n"
+    help="Look into DCP checkpoints, convert them and change their keys.\n\n"
     "Plain ones are understood, stock Megatron's (torch_dist and fsdp_dtensor) and those of v2. "
     "The commands need no GPU, run nothing that is stored in a checkpoint, and work alone or as ranks that share the "
     "reading: "
@@ -19,5 +20,6 @@ app = typer.Typer(
 app.command("list")(list_keys)
 app.command("print")(print_keys)
 app.command("compare")(compare_checkpoints)
+app.command("convert")(convert)
 app.command("rename")(rename)
 app.command("remove")(remove)

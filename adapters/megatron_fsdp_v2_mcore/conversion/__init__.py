@@ -1,0 +1,1 @@
+"""Conversion between v2 checkpoints and Hugging Face safetensors."""
