@@ -13,23 +13,28 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import growth_tables, tables
+from . import checkpoint_tables, growth_tables, tables
 
 
 class Part(Enum):
     step = "step"
     host = "host"
     growth = "growth"
+    checkpoint = "checkpoint"
     all = "all"
 
 
 _HELP = {
     "part": "step: training on two gloo ranks. host: what a wrapper costs the host. growth: how that grows with units "
-    "and ranks, and wrapping with parameters. all: all of it.",
+    "and ranks, and wrapping with parameters. checkpoint: saving and loading beside DCP, and preparing a large state. "
+    "all: all of it.",
     "json": "Also write every single value to this file.",
     "quick": "Few timed rounds: the exact figures are the same, the times are rough.",
 }
 
+
+# A preparation takes seconds, and varies little.
+_PREPARATION_ROUNDS = 3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -42,7 +47,7 @@ def main(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=_HELP["quick"])] = False,
 ) -> None:
-    """Measure megatron_fsdp_v2 beside PyTorch FSDP2 and DDP, in one run on the CPU.
+    """Measure megatron_fsdp_v2 beside PyTorch FSDP2, DDP and DCP, in one run on the CPU.
 
     Collectives, payload, copied bytes and tracked memory are exact. Times are not: compare the ratios of one run, on a
     machine that does nothing else. docs/performance.md says how each figure is counted.
@@ -61,6 +66,8 @@ def main(
             results["host"] = _host(20 if quick else 200, progress, out)
         if part in (Part.growth, Part.all):
             results["growth"] = _growth(3 if quick else 10, progress, out)
+        if part in (Part.checkpoint, Part.all):
+            results["checkpoint"] = _checkpoint(3 if quick else 25, progress, out)
     except RankFailed as failure:
         progress.print(str(failure), markup=False, highlight=False)
         raise typer.Exit(1) from None
@@ -97,6 +104,19 @@ def _growth(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
     for table in (growth_tables.host_table(result.host), growth_tables.start_table(result.start)):
         out.print(table)
     return dataclasses.asdict(result)
+
+
+def _checkpoint(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
+    from . import checkpoint, preparation
+
+    with _shown(progress, "checkpoint: starting two ranks") as tell:
+        storage = checkpoint.run(rounds, lambda text: tell(f"checkpoint: {text}"))
+        prepared = preparation.run(min(rounds, _PREPARATION_ROUNDS), lambda text: tell(f"checkpoint: {text}"))
+    out.print(checkpoint_tables.storage_table(storage))
+    for text, met in checkpoint_tables.requirements(storage):
+        out.print(f"{'met' if met else 'MISSED'}: {text}", highlight=False)
+    out.print(checkpoint_tables.preparation_table(prepared))
+    return {"storage": dataclasses.asdict(storage), "preparation": [dataclasses.asdict(row) for row in prepared]}
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def measure_start(tell: Tell, rounds: int, layers: tuple[int, ...], peer_layers:
         ("v2 ZeRO-3", fully_shard, layers),
     ]
     found = []
-    with _buffers_without_memory():
+    with buffers_without_memory():
         for name, function, sizes in sides:
             # What is imported or compiled at first use isn't what grows.
             _wrapping_seconds(function, mesh, 1)
@@ -147,7 +147,7 @@ def _wrapping_seconds(function: Callable[..., Any], mesh: DeviceMesh, layers: in
 
 
 @contextmanager
-def _buffers_without_memory() -> Iterator[None]:
+def buffers_without_memory() -> Iterator[None]:
     """Leave our buffers on the meta device, as FSDP2 leaves its shards.
 
     Wrapping a module on meta gives it memory and values, one unit at a time; 22 GB for a layer of 256 experts. So two

@@ -87,3 +87,29 @@ class GrowthResult:
 
     host: list[GrowthFigures]
     start: list[StartFigures]
+
+
+@dataclass
+class StorageFigures:
+    """Seconds of every save and load of one side, those of the slower rank."""
+
+    name: str
+    save: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+
+
+@dataclass
+class StorageResult:
+    """Figures of plain DCP and of v2, and the bytes of the state that each saves, of all ranks together."""
+
+    state_bytes: int
+    sides: list[StorageFigures]
+
+
+@dataclass
+class PreparationFigures:
+    """Processor seconds to prepare the state dict of a model of so many layers, which has so many keys."""
+
+    layers: int
+    keys: int
+    seconds: list[float] = field(default_factory=list)
