@@ -61,6 +61,13 @@ def collect_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter,
     return collected
 
 
+def keys_that_may_lack(parameters: Mapping[str, nn.Parameter], fused: Mapping[str, FusedLayout]) -> list[str]:
+    """How the keys begin of states that this rank may not have: those of parameters it holds nothing of."""
+    empty = [name for name, parameter in parameters.items() if _local(parameter).numel() == 0]
+    parts = [f"{name}{part}" for name in empty if name in fused for part, _ in fused[name].components]
+    return [f"{STATE_PREFIX}{name}." for name in (*empty, *parts)]
+
+
 def saved_states(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], fused: Mapping[str, FusedLayout]
 ) -> dict[str, dict[str, SavedState]]:

@@ -17,8 +17,8 @@ from .agreement import Offer
 from .chunk_metadata import attach_chunk_metadata, chunk_metadata_of, verify_chunks
 from .extra_state import Path
 from .fused import split_states, split_weights
-from .optimizer_state import STATE_PREFIX, State, collect_state, create_state, saved_states
-from .subject import Subject, bare_name, local
+from .optimizer_state import STATE_PREFIX, State, collect_state, create_state, keys_that_may_lack, saved_states
+from .subject import Subject, bare_name
 
 MODEL_PREFIX = "model."
 
@@ -78,10 +78,8 @@ def build_state_dict(subject: Subject, extra: Mapping[Path, Any]) -> StateDict:
 
 def offer_of(subject: Subject) -> Callable[[StateDict], Offer]:
     """What the ranks have to agree on. State of parameters they hold nothing of may be missing."""
-    names = subject.names()
-    empty = [name for parameter, name in names.items() if local(parameter).numel() == 0]
-    parts = [name + part for name in empty if name in subject.fused for part, _ in subject.fused[name].components]
-    may_lack = [f"{STATE_PREFIX}{name}." for name in (*empty, *parts)]
+    parameters = {name: parameter for parameter, name in subject.names().items()}
+    may_lack = keys_that_may_lack(parameters, subject.fused)
     return lambda state_dict: Offer(state_dict.flat, may_lack)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..module import FSDPModule
 from .fused import FusedLayout, split_weights
@@ -83,11 +82,6 @@ def bare_name(name: str) -> str:
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:

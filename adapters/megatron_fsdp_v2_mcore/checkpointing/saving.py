@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_fsdp_v2.checkpoint.agreement import Offer, build_alike
 from megatron_fsdp_v2.checkpoint.collective_errors import causes_of, on_rank_zero
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.optimizer_state import keys_that_may_lack
 from megatron_fsdp_v2.checkpoint.storage import begin_write, end_write
 
 from ..arguments import asks_for_v2
 from .contents import prepare
 from .folders import complete_iterations, mend_tracker
+from .fused_parameters import fused_layouts
 
 
 def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,14 +58,14 @@ def wrap_preprocess_state_dict(original: Callable[..., Any]) -> Callable[..., An
     def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any], model: nn.Module) -> Any:
         if not asks_for_v2(args):
             return original(args, raw_state_dict, model)
-        return build_alike(functools.partial(prepare, raw_state_dict, model), _offer_of)
+        return build_alike(functools.partial(prepare, raw_state_dict, model), functools.partial(_offer_of, model))
 
     return preprocess_fsdp_dtensor_state_dict
 
 
-def _offer_of(state_dict: dict[str, Any]) -> Offer:
+def _offer_of(model: nn.Module, state_dict: dict[str, Any]) -> Offer:
     flat, _ = flatten_state_dict(state_dict)
-    return Offer(flat)
+    return Offer(flat, keys_that_may_lack(dict(model.named_parameters()), fused_layouts(model)))
 
 
 def _make_ready(path: Path) -> None:

@@ -18,7 +18,6 @@ import torch.nn as nn
 from megatron_fsdp_v2 import CheckpointError, full_tensor, fully_shard, load_checkpoint, save_checkpoint
 from megatron_fsdp_v2.checkpoint.fused import FusedLayout
 from megatron_fsdp_v2.checkpoint.storage import is_complete
-from megatron_fsdp_v2.checkpoint.subject import local
 from tests.functional.core.cases_checkpoint import sharded_net, trained, wholes
 from tests.functional.core.cases_dtensor import shared_folder
 from tests.functional.core.cases_support import Net, Ranks, adamw, case, refused
@@ -57,7 +56,7 @@ def a_key_that_one_rank_lacks(ranks: Ranks) -> None:
         save_checkpoint(net, optimizer, folder / "c")
         dist.barrier()
         before = files_of(folder)
-        names: list[Any] = [next(name for name, parameter in net.named_parameters() if local(parameter).numel())]
+        names: list[Any] = [next(name for name, parameter in net.named_parameters() if parameter.to_local().numel())]
         dist.broadcast_object_list(names, src=1)
         (name,) = names
         if ranks.rank == 1:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2 import full_tensor, fully_shard, load_checkpoint, save_checkpoint
-from megatron_fsdp_v2.checkpoint.subject import local
 from tests.functional.core.cases_dtensor import Bag, sharded_bag
 from tests.functional.core.cases_support import ZERO_3, Net, own_rows, shard_net
 
@@ -112,7 +112,7 @@ class Skipping(torch.optim.AdamW):
         hidden = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and local(parameter).numel() == 0:
+                if parameter.grad is not None and isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
                     hidden[parameter], parameter.grad = parameter.grad, None
         super().step(closure)
         for parameter, gradient in hidden.items():

@@ -79,3 +79,17 @@ def gradients_before_the_finish(model: Any, optimizer: Any) -> list[tuple[int, i
 
     model.finish_grad_sync = finish_and_count
     return counts
+
+
+def state_of_one_rank(model: Any, optimizer: Any) -> None:
+    """Gives the last rank a state that others don't have."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        inner = (
+            optimizer.chained_optimizers[0].optimizer
+            if hasattr(optimizer, "chained_optimizers")
+            else optimizer.optimizer
+        )
+        parameter = next(p for group in inner.param_groups for p in group["params"] if p.to_local().numel())
+        inner.state[parameter]["odd"] = inner.state[parameter]["exp_avg"].clone()

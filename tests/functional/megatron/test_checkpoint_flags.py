@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp_v2.checkpoint.inspector import open_checkpoint, plan_removal, plan_rename
+from tests.functional.megatron import inspections
 from tests.functional.megatron.cases import Case, Record, relative_differences
 from tests.functional.megatron.checkpoint_runs import (
     MODEL,
@@ -202,3 +203,13 @@ def test_a_place_that_cannot_be_written_is_named(ranks: Ranks, folder: Path) -> 
     said = _refused(ranks, saving("no folder", 2, file / "run", FLAGS))
     assert f"{file / 'run'}" in said
     assert "can't be written" in said
+
+
+def test_ranks_with_different_keys_are_told_apart(ranks: Ranks, saved: Records, folder: Path) -> None:
+    """The save ends on all ranks with the same error, and what was saved before loads."""
+    place = _copy(folder, "odd")
+    flags = f"{FLAGS} --save {place} --save-interval {HALF}"
+    said = _refused(ranks, loading("odd", 2, place, flags, inspections.state_of_one_rank))
+    assert "1 keys differ" in said
+    assert ".odd: missing on rank 0; float32" in said
+    assert_continues(_train_one(ranks, loading("whole", 2, place, FLAGS)), saved["unbroken"], exact=True)
