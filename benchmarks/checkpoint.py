@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tempfile
@@ -16,18 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.checkpoint.collective_errors import on_every_rank, on_rank_zero
-from megatron_fsdp_v2.checkpoint.comparison import compare
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.metadata import SafeFileSystemReader, read_metadata
-from megatron_fsdp_v2.checkpoint.storage import begin_write, end_write
+from megatron_fsdp_v2 import fully_shard, load_checkpoint, save_checkpoint
 
-from .preparation import FUSED, prepared_state
+from .preparation import FUSED, fused_layouts
 from .ranks import Tell, run_on_ranks
 from .results import StorageFigures, StorageResult
 from .shapes import Weights
@@ -92,31 +85,19 @@ class PlainDCP:
 
 
 class Ours:
-    """As the adapter does it: prepared, checked, and such that a kill at any moment leaves a whole checkpoint."""
+    """As users do it: compared between ranks and with the checkpoint, and safe from a kill at any moment."""
 
     name = "v2"
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._model, self._optimizer = _built(lambda module: fully_shard(module, mesh=mesh))
+        self._fused = fused_layouts(self._model)
 
     def save(self, path: Path) -> None:
-        on_rank_zero(functools.partial(begin_write, path))
-        dcp.save(on_every_rank(self._state), checkpoint_id=path)
-        on_rank_zero(functools.partial(end_write, path))
+        save_checkpoint(self._model, self._optimizer, path, fused=self._fused)
 
     def load(self, path: Path) -> None:
-        state = on_every_rank(lambda: self._checked(path))
-        dcp.load(state, storage_reader=SafeFileSystemReader(path))
-
-    def _state(self) -> dict[str, Any]:
-        return prepared_state(self._model, self._optimizer)
-
-    def _checked(self, path: Path) -> dict[str, Any]:
-        state = self._state()
-        flat, _ = flatten_state_dict(state)
-        if differences := compare(flat, read_metadata(path)):
-            raise CheckpointError(differences.report())
-        return state
+        load_checkpoint(self._model, self._optimizer, path, fused=self._fused)
 
 
 def _built(shard: Callable[[nn.Module], Any]) -> tuple[nn.Module, torch.optim.Optimizer]:

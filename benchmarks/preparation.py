@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.checkpoint.chunk_metadata import attach_chunk_metadata, verify_chunks
-from megatron_fsdp_v2.checkpoint.fused import FusedLayout, split_fused
-from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState, collect_state, create_state
+from megatron_fsdp_v2.checkpoint.fused import FusedLayout
+from megatron_fsdp_v2.checkpoint.optimizer_state import SavedState, create_state
+from megatron_fsdp_v2.checkpoint.state_dict import build_state_dict
+from megatron_fsdp_v2.checkpoint.subject import Subject
 
 from .growth import buffers_without_memory
 from .host import no_collection
@@ -44,50 +44,22 @@ def measure(tell: Tell, rounds: int, layer_counts: Iterable[int]) -> list[Prepar
             tell(f"preparing {layers} layers")
             model, optimizer = _sharded(layers)
             # What is imported or made at first use isn't what grows.
-            keys = len(flat_keys(prepared_state(model, optimizer)))
-            figures = PreparationFigures(layers, keys)
+            subject = Subject(model, (optimizer,), fused_layouts(model))
+            figures = PreparationFigures(layers, keys=len(build_state_dict(subject, {}).flat))
             for _ in range(rounds):
                 with no_collection():
                     start = time.thread_time()
-                    prepared_state(model, optimizer)
+                    build_state_dict(subject, {})
                     figures.seconds.append(time.thread_time() - start)
                 gc.collect()
             found.append(figures)
     return found
 
 
-def prepared_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What DCP saves or loads, on the memory of model and optimizer: the core's part of what an adapter does."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    layouts = {name: _halves(tensor) for name, tensor in weights.items() if name.endswith(FUSED)}
-    states = collect_state(optimizer, {parameter: name for name, parameter in model.named_parameters()})
-    prepared: dict[str, Any] = {"model": {}, "optimizer": {}}
-    for name, weight in weights.items():
-        attach_chunk_metadata(weight, "preprocess")
-        prepared["model"] |= _parts(name, weight, layouts)
-    for name, values in states.items():
-        for kind, value in values.items():
-            for part, tensor in (_parts(name, value, layouts) if kind in STATES else {name: value}).items():
-                prepared["optimizer"].setdefault(part, {})[kind] = tensor
-    verify_chunks(prepared)
-    return prepared
-
-
-def flat_keys(prepared: dict[str, Any]) -> list[str]:
-    """One key for everything that a checkpoint lists."""
-    states = [f"optimizer.{name}.{kind}" for name, values in prepared["optimizer"].items() for kind in values]
-    return [f"model.{name}" for name in prepared["model"]] + states
-
-
-def _parts(name: str, tensor: Any, layouts: dict[str, FusedLayout]) -> dict[str, Any]:
-    if name not in layouts:
-        return {name: tensor}
-    return {f"{name}.{part}": value for part, value in split_fused(tensor, layouts[name]).items()}
-
-
-def _halves(tensor: torch.Tensor) -> FusedLayout:
-    rows = tensor.shape[0] // 2
-    return FusedLayout((("gate", rows), ("up", rows)))
+def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
+    """Gate and up projection in every parameter that holds both."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name.endswith(FUSED)}
+    return {name: FusedLayout(((".gate", rows // 2), (".up", rows // 2))) for name, (rows, *_) in shapes.items()}
 
 
 def _sharded(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:

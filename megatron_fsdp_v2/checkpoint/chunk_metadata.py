@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..sharding.dtensor import RowShard
+from ..sharding.layout import RowRange
 
 _ATTRIBUTE = "_fsdp_v2_chunks"
 _SOURCE_ATTRIBUTE = "_fsdp_v2_chunk_source"
@@ -116,14 +117,20 @@ def local_chunk(tensor: DTensor) -> Chunk:
     shape = tuple(tensor.shape)
     if shape and all(isinstance(placement, (RowShard, Replicate)) for placement in tensor.placements):
         # Torch's way to the same box takes most of the time to prepare a model of many experts.
-        start, rows = 0, shape[0]
-        for dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, RowShard):
-                held = placement.split.range(tensor.device_mesh.get_local_rank(dim))
-                start, rows = start + held.start, held.count
-        return Chunk((start, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+        held = held_rows(tensor, shape[0])
+        return Chunk((held.start, *[0] * (len(shape) - 1)), (held.count, *shape[1:]))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Chunk(tuple(offsets), tuple(sizes))
+
+
+def held_rows(tensor: DTensor, rows: int) -> RowRange:
+    """Of the ``rows`` that a parameter has before data parallelism cuts it, those that this rank holds."""
+    held = RowRange(0, rows)
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, RowShard):
+            part = placement.split.range(tensor.device_mesh.get_local_rank(dim))
+            held = RowRange(held.start + part.start, part.count)
+    return held
 
 
 def verify_chunks(state_dict: Mapping[str, Any]) -> None:

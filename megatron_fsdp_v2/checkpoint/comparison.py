@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 _LISTED = 20
 
+type Shape = tuple[int, ...] | None
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -47,22 +49,33 @@ def compare(
         saved: metadata of the checkpoint.
         is_wanted: whether a key that only the checkpoint has is one too many.
     """
-    entries = saved.state_dict_metadata
-    reshaped = []
-    for key, value in flat.items():
-        entry = entries.get(key)
-        if entry is None:
-            continue
-        kept = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        wanted = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        if kept != wanted:
-            reshaped.append(f"{key}: {_said(kept)} in the checkpoint, {_said(wanted)} here")
+    wanted = {key: tuple(value.shape) if isinstance(value, torch.Tensor) else None for key, value in flat.items()}
+    kept = {
+        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in saved.state_dict_metadata.items()
+        if key in flat or is_wanted(key)
+    }
+    return compare_shapes(wanted, kept)
+
+
+def compare_shapes(
+    wanted: Mapping[str, Shape], kept: Mapping[str, Shape], places: tuple[str, str] = ("here", "in the checkpoint")
+) -> Differences:
+    """What stands between the shapes that are wanted and those that are kept; None is the shape of what is no tensor.
+
+    Args:
+        places: of both, as a report says it.
+    """
     return Differences(
-        missing=tuple(key for key in flat if key not in entries),
-        unexpected=tuple(key for key in entries if key not in flat and is_wanted(key)),
-        reshaped=tuple(reshaped),
+        missing=tuple(key for key in wanted if key not in kept),
+        unexpected=tuple(key for key in kept if key not in wanted),
+        reshaped=tuple(
+            f"{key}: {_said(kept[key])} {places[1]}, {_said(shape)} {places[0]}"
+            for key, shape in wanted.items()
+            if key in kept and kept[key] != shape
+        ),
     )
 
 
-def _said(shape: tuple[int, ...] | None) -> str:
+def _said(shape: Shape) -> str:
     return "no tensor" if shape is None else str(shape)

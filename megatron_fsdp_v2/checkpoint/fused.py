@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from ..sharding.dtensor import RowShard, build_dtensor
-from ..sharding.layout import RowRange
-from .chunk_metadata import attach_chunk_metadata
+from .chunk_metadata import attach_chunk_metadata, held_rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def split_fused(tensor: DTensor, layout: FusedLayout) -> dict[str, DTensor]:
             f"components {layout.components} have {layout.rows} rows on each of {ranks} tensor-parallel ranks, the "
             f"parameter {tuple(tensor.shape)}"
         )
-    held = _held_rows(tensor, layout.rows)
+    held = held_rows(tensor, layout.rows)
     parts: dict[str, DTensor] = {}
     first = 0
     for name, rows in layout.components:
@@ -108,16 +107,6 @@ def _split(tensor: torch.Tensor, layout: FusedLayout) -> Mapping[str, torch.Tens
         )
     parts = tensor.split([rows for _, rows in layout.components])
     return {name: part for (name, _), part in zip(layout.components, parts, strict=True)}
-
-
-def _held_rows(tensor: DTensor, rows: int) -> RowRange:
-    """The rows of the parameter, as it is on a tensor-parallel rank, that this rank holds."""
-    held = RowRange(0, rows)
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, RowShard):
-            part = placement.split.range(tensor.device_mesh.get_local_rank(dim))
-            held = RowRange(held.start + part.start, part.count)
-    return held
 
 
 def _placements_of(tensor: DTensor, first: int, rows: int) -> Sequence[Placement]:

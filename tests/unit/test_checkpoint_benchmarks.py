@@ -35,10 +35,10 @@ def test_every_key_of_a_prepared_model_is_counted():
     figures = run_on_ranks(small_preparation, 1, 256, "fake", lambda text: None)[0]
     assert [(row.layers, len(row.seconds)) for row in figures] == [(1, 2), (4, 2)]
     # Parameters as counted in test_growth. Weights and two states of each with a matrix more for every fused one; and
-    # a count of steps for each.
+    # a count of steps for each; and the options of the optimizer.
     dense = 3 + 11
     whole = 3 + 3 * 11 + 524
-    assert [row.keys for row in figures] == [4 * dense + 3 * 1, 4 * whole + 3 * (3 + 257)]
+    assert [row.keys for row in figures] == [4 * dense + 3 * 1 + 1, 4 * whole + 3 * (3 + 257) + 1]
 
 
 def a_result():

@@ -11,11 +11,11 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import nn
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.group_options import options_text
 from megatron_fsdp_v2.checkpoint.optimizer_state import (
     SavedState,
     collect_state,
     create_state,
-    group_options,
     restore_group_options,
 )
 
@@ -28,7 +28,7 @@ SCALER = "grad_scaler"
 
 def optimizer_entry(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """State and group options of an optimizer as a state dict entry, on the optimizer's own memory."""
-    return {STATE: collect_state(optimizer, names), GROUPS: json.dumps(group_options(optimizer))}
+    return {STATE: collect_state(optimizer, names), GROUPS: options_text([optimizer], names)}
 
 
 def create_missing_state(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.training import get_args
 from megatron.training.checkpointing import get_checkpoint_name
 from torch import nn
@@ -18,7 +19,7 @@ from megatron_fsdp_v2.checkpoint.agreement import Offer, build_alike
 from megatron_fsdp_v2.checkpoint.collective_errors import causes_of, on_rank_zero
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.optimizer_state import keys_that_may_lack
-from megatron_fsdp_v2.checkpoint.storage import begin_write, end_write
+from megatron_fsdp_v2.checkpoint.storage import begin_write, cancel_write, end_write
 
 from ..arguments import asks_for_v2
 from .contents import prepare
@@ -45,6 +46,11 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(*args, **kwargs)
         except CheckpointException as error:
             raise CheckpointError(_failure(path, error)) from error
+        # Raised on all ranks before anything was written.
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                cancel_write(path)
+            raise
         on_rank_zero(functools.partial(end_write, path))
         return result
 

@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_fsdp_v2.checkpoint.chunk_metadata import Chunk
-from megatron_fsdp_v2.checkpoint.comparison import Differences
+from megatron_fsdp_v2.checkpoint.comparison import compare_shapes
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.inspection.contents import Checkpoint
 from megatron_fsdp_v2.checkpoint.inspection.reading import TensorReader
+from megatron_fsdp_v2.checkpoint.state_dict import MODEL_PREFIX
 
 from .architecture import Architecture
 from .hugging_face_config import FILE_NAME, config_of
@@ -27,7 +28,6 @@ from .stored_settings import read_settings
 from .tensor_folder import INDEX_NAME
 from .values import in_dtype
 
-MODEL = "model."
 # Calibration of low-precision kernels.
 _EXTRA_STATE = "_extra_state"
 
@@ -68,7 +68,7 @@ def plan_export(
     # Before as many names are made.
     if architecture.layers > len(checkpoint.entries):
         raise CheckpointError(f"{checkpoint.path} has fewer tensors than layers ({architecture.layers:,})")
-    links = links_of(architecture, fused_norms=f"{MODEL}{FUSED_NORM}" in checkpoint.entries)
+    links = links_of(architecture, fused_norms=f"{MODEL_PREFIX}{FUSED_NORM}" in checkpoint.entries)
     _judge(checkpoint, links)
     dtype = dtype or (torch.bfloat16 if architecture.bf16 else torch.float32)
     return ExportPlan(architecture, dtype, _files(links, dtype, max_shard_size))
@@ -102,24 +102,15 @@ def export(
 
 
 def _judge(checkpoint: Checkpoint, links: Sequence[Link]) -> None:
-    if not any(key.startswith(MODEL) for key in checkpoint.entries):
-        raise CheckpointError(f"{checkpoint.path} has no weights ({MODEL}...); it is no checkpoint of a v2 run")
-    wanted = {f"{MODEL}{link.megatron}": link.shape for link in links}
+    if not any(key.startswith(MODEL_PREFIX) for key in checkpoint.entries):
+        raise CheckpointError(f"{checkpoint.path} has no weights ({MODEL_PREFIX}...); it is no checkpoint of a v2 run")
+    wanted = {f"{MODEL_PREFIX}{link.megatron}": link.shape for link in links}
     kept = {
         key: entry.shape
         for key, entry in checkpoint.entries.items()
-        if key.startswith(MODEL) and not key.endswith(_EXTRA_STATE)
+        if key.startswith(MODEL_PREFIX) and not key.endswith(_EXTRA_STATE)
     }
-    differences = Differences(
-        tuple(key for key in wanted if key not in kept),
-        tuple(key for key in kept if key not in wanted),
-        tuple(
-            f"{key}: {kept[key]} in the checkpoint, {shape} by its settings"
-            for key, shape in wanted.items()
-            if key in kept and kept[key] != shape
-        ),
-    )
-    if differences:
+    if differences := compare_shapes(wanted, kept, ("by its settings", "in the checkpoint")):
         raise CheckpointError(
             f"{checkpoint.path} does not hold the model that its settings describe:\n{differences.report()}"
         )
@@ -144,12 +135,12 @@ def _size(link: Link, dtype: torch.dtype) -> int:
 
 
 def _converted(checkpoint: Checkpoint, reader: TensorReader, link: Link, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    whole = reader.read(checkpoint.entries[f"{MODEL}{link.megatron}"], Chunk((0,) * len(link.shape), link.shape))
+    whole = reader.read(checkpoint.entries[f"{MODEL_PREFIX}{link.megatron}"], Chunk((0,) * len(link.shape), link.shape))
     try:
         # Memory of its own: a file can't hold two views of one.
         parts = [in_dtype(part, dtype) for part in link.split(whole)]
     except ValueError as error:
-        raise CheckpointError(f"{MODEL}{link.megatron} of {checkpoint.path}: {error}") from error
+        raise CheckpointError(f"{MODEL_PREFIX}{link.megatron} of {checkpoint.path}: {error}") from error
     return dict(zip(link.hugging_face, parts, strict=True))
 
 

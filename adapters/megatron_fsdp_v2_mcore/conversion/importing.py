@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fsdp_v2.checkpoint.collective_errors import causes_of
-from megatron_fsdp_v2.checkpoint.comparison import Differences
+from megatron_fsdp_v2.checkpoint.comparison import compare_shapes
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.state_dict import MODEL_PREFIX
 
 from .architecture import Architecture
 from .hugging_face_config import architecture_of_config, read_config
@@ -123,7 +124,7 @@ class _LatePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if not isinstance(object, torch.Tensor):
             return super().transform_object(write_item, object)
-        name = write_item.index.fqn.removeprefix("model.")
+        name = write_item.index.fqn.removeprefix(MODEL_PREFIX)
         tensor = _converted(self._plan, name)
         self._done += tensor.nbytes
         if self._progress is not None:
@@ -151,14 +152,5 @@ def _dtype_of(link: Link, source: TensorFolder, chosen: torch.dtype | None) -> t
 def _judge(source: TensorFolder, links: Sequence[Link], ignored: Sequence[str]) -> None:
     wanted = {name: shape for link in links for name, shape in link.hugging_face.items()}
     kept = {name: tensor.shape for name, tensor in source.tensors.items() if name not in ignored}
-    differences = Differences(
-        tuple(name for name in wanted if name not in kept),
-        tuple(name for name in kept if name not in wanted),
-        tuple(
-            f"{name}: {kept[name]} in the file, {shape} by the configuration"
-            for name, shape in wanted.items()
-            if name in kept and kept[name] != shape
-        ),
-    )
-    if differences:
+    if differences := compare_shapes(wanted, kept, ("by the configuration", "in the file")):
         raise CheckpointError(f"{source.path} does not hold the model of its config.json:\n{differences.report()}")

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.functional.megatron.cases import Case, Record, relative_differences, weight_differences
 from tests.functional.megatron.driver import run_cases
-from tests.harness.spawn import RankPool
+from tests.harness.spawn import RankPool, RanksFailed
 
 STEPS = 20
 STOP = 10
@@ -53,6 +54,15 @@ def train(ranks: Ranks, world: int, cases: Sequence[Case], run: Run = run_cases)
     for first in range(0, len(cases), _AT_ONCE):
         records |= ranks(world).run(run, list(cases[first : first + _AT_ONCE]), timeout=_TIMEOUT)[0]
     return records
+
+
+def refused(ranks: Ranks, case: Case) -> str:
+    """What a run on two ranks says that ends with the same error on both."""
+    with pytest.raises(RanksFailed) as failure:
+        train(ranks, 2, [case])
+    said = str(failure.value)
+    assert said.count("CheckpointError: ") >= 2, said
+    return said
 
 
 def _flags(world: int, flags: str) -> tuple[str, ...]:

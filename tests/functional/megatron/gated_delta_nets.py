@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from tests.functional.megatron.cases import Case, Record
+from tests.functional.megatron.checkpoint_runs import Run
 from tests.functional.megatron.driver import run_cases
 
 # One gated delta net and one usual attention.
@@ -16,6 +17,11 @@ FLAGS = (
     "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4 "
     "--swiglu --normalization RMSNorm --disable-bias-linear"
 )
+
+
+def run_of(variant: str) -> Run:
+    """What runs the cases of a variant."""
+    return run_with_gated_delta_nets if variant == "gated delta net" else run_cases
 
 
 def run_with_gated_delta_nets(rank: int, world_size: int, cases: list[Case]) -> dict[str, Record]:

@@ -20,11 +20,11 @@ from tests.functional.megatron.checkpoint_runs import (
     Records,
     assert_continues,
     loading,
+    refused,
     saving,
     train,
     whole,
 )
-from tests.harness.spawn import RanksFailed
 
 FLAGS = f"{ZERO_3} {MODEL}"
 HALF = STOP // 2
@@ -105,14 +105,6 @@ def _train_one(ranks: Ranks, case: Case) -> Record:
     return train(ranks, 2, [case])[case.name]
 
 
-def _refused(ranks: Ranks, case: Case) -> str:
-    with pytest.raises(RanksFailed) as failure:
-        train(ranks, 2, [case])
-    said = str(failure.value)
-    assert said.count("CheckpointError") >= 2, said
-    return said
-
-
 def _copy(folder: Path, name: str, iterations: Sequence[int] = (STOP,)) -> Path:
     """A run's folder of its own, to damage."""
     target = folder / name
@@ -133,32 +125,32 @@ def test_a_truncated_file_is_named_with_what_is_whole(ranks: Ranks, saved: Recor
     place = _copy(folder, "truncated", (HALF, STOP))
     file = _iteration(place, STOP) / "__1_0.distcp"
     os.truncate(file, file.stat().st_size // 2)
-    said = _refused(ranks, loading("truncated", 2, place, FLAGS))
+    said = refused(ranks, loading("truncated", 2, place, FLAGS))
     assert f"{file} has {file.stat().st_size} bytes of" in said
     assert f"whole are the iterations {HALF}: --ckpt-step chooses one" in said
 
 
 def test_a_missing_iteration_is_named_with_what_is_whole(ranks: Ranks, saved: Records, folder: Path) -> None:
-    said = _refused(ranks, loading("missing", 2, folder / "full", f"{FLAGS} --ckpt-step 7"))
+    said = refused(ranks, loading("missing", 2, folder / "full", f"{FLAGS} --ckpt-step 7"))
     assert "whole are the iterations 5, 10: --ckpt-step chooses one" in said
 
 
 def test_a_larger_model_is_refused_with_its_keys(ranks: Ranks, saved: Records, folder: Path) -> None:
-    said = _refused(ranks, loading("deeper", 2, folder / "full", f"{FLAGS} --num-layers 3"))
+    said = refused(ranks, loading("deeper", 2, folder / "full", f"{FLAGS} --num-layers 3"))
     assert "model.decoder.layers.2.self_attention.linear_qkv.weight" in said
-    said = _refused(ranks, loading("wider", 2, folder / "full", f"{FLAGS} --ffn-hidden-size 80"))
+    said = refused(ranks, loading("wider", 2, folder / "full", f"{FLAGS} --ffn-hidden-size 80"))
     assert "linear_fc1.weight_w: (72, 32) in the checkpoint, (80, 32) here" in said
 
 
-def test_missing_optimizer_state_is_refused(ranks: Ranks, saved: Records, folder: Path) -> None:
-    assert "--no-load-optim" in _refused(ranks, loading("bare", 2, folder / "bare", FLAGS))
+def test_missing_optimizer_state_isrefused(ranks: Ranks, saved: Records, folder: Path) -> None:
+    assert "--no-load-optim" in refused(ranks, loading("bare", 2, folder / "bare", FLAGS))
 
 
 def test_a_renamed_key_is_listed_and_passed_over_only_on_request(ranks: Ranks, saved: Records, folder: Path) -> None:
     place = _copy(folder, "renamed")
     key = "model.decoder.final_layernorm.weight"
     plan_rename(open_checkpoint(_iteration(place, STOP)), key, f"{key}_old").apply()
-    said = _refused(ranks, loading("renamed", 2, place, FLAGS))
+    said = refused(ranks, loading("renamed", 2, place, FLAGS))
     assert f"missing in the checkpoint:\n    {key}\n" in said
     assert f"in the checkpoint only:\n    {key}_old\n" in said
     allowed = _train_one(ranks, loading("allowed", 2, place, f"{FLAGS} --no-strict-fsdp-dtensor-load"))
@@ -184,7 +176,7 @@ def test_a_damaged_tracker(ranks: Ranks, saved: Records, folder: Path, text: str
     place = _copy(folder, f"tracker_{text}")
     (place / _TRACKER).write_text(text)
     if text == "1":
-        assert "whole are the iterations 10" in _refused(ranks, loading("tracker", 2, place, FLAGS))
+        assert "whole are the iterations 10" in refused(ranks, loading("tracker", 2, place, FLAGS))
     else:
         assert_continues(_train_one(ranks, loading("tracker", 2, place, FLAGS)), saved["unbroken"], exact=True)
 
@@ -200,16 +192,17 @@ def test_what_an_unfinished_save_moved_aside_is_loaded(ranks: Ranks, saved: Reco
 def test_a_place_that_cannot_be_written_is_named(ranks: Ranks, folder: Path) -> None:
     file = folder / "file"
     file.touch()
-    said = _refused(ranks, saving("no folder", 2, file / "run", FLAGS))
+    said = refused(ranks, saving("no folder", 2, file / "run", FLAGS))
     assert f"{file / 'run'}" in said
     assert "can't be written" in said
 
 
 def test_ranks_with_different_keys_are_told_apart(ranks: Ranks, saved: Records, folder: Path) -> None:
-    """The save ends on all ranks with the same error, and what was saved before loads."""
-    place = _copy(folder, "odd")
-    flags = f"{FLAGS} --save {place} --save-interval {HALF}"
-    said = _refused(ranks, loading("odd", 2, place, flags, inspections.state_of_one_rank))
+    """The save ends on all ranks with the same error, and what the folder held before is there again."""
+    place = _copy(folder, "odd", (HALF, STOP))
+    flags = f"{FLAGS} --ckpt-step {HALF} --save {place} --save-interval {HALF}"
+    said = refused(ranks, loading("odd", 2, place, flags, inspections.state_of_one_rank))
     assert "1 keys differ" in said
     assert ".odd: missing on rank 0; float32" in said
+    assert {entry.name for entry in place.iterdir()} == {_TRACKER, "iter_0000005", "iter_0000010"}
     assert_continues(_train_one(ranks, loading("whole", 2, place, FLAGS)), saved["unbroken"], exact=True)

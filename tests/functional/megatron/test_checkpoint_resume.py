@@ -20,14 +20,12 @@ from tests.functional.megatron.checkpoint_runs import (
     ZERO_3,
     Ranks,
     Records,
-    Run,
     assert_continues,
     loading,
     saving,
     train,
     whole,
 )
-from tests.functional.megatron.driver import run_cases
 
 WORLDS = (1, 2, 3, 4)
 USUAL_PAIRS = [(1, 1), (1, 4), (2, 2), (2, 3), (3, 3), (3, 1), (4, 4), (4, 2)]
@@ -184,16 +182,12 @@ VARIANTS = {
 TO_ANOTHER_WORLD = ("bf16", "sgd", "experts", "mtp", "gated delta net")
 
 
-def _run_of(variant: str) -> Run:
-    return gated_delta_nets.run_with_gated_delta_nets if variant == "gated delta net" else run_cases
-
-
 @pytest.fixture(scope="module")
 def variants(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Records]:
     folder = tmp_path_factory.mktemp("variants")
     records: dict[str, Records] = {}
     for index, (variant, more) in enumerate(VARIANTS.items()):
-        flags, place, run = f"{ZERO_3} {MODEL} {more}", folder / str(index), _run_of(variant)
+        flags, place, run = f"{ZERO_3} {MODEL} {more}", folder / str(index), gated_delta_nets.run_of(variant)
         cases = [whole("unbroken", 2, flags), saving("saving", 2, place, flags), loading("resumed", 2, place, flags)]
         records[variant] = train(ranks, 2, cases, run)
         if variant in TO_ANOTHER_WORLD:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_fsdp_v2 import full_tensor
 from tests.functional.megatron import gated_delta_nets
-from tests.functional.megatron.cases import Case, relative_differences
+from tests.functional.megatron.cases import relative_differences
 from tests.functional.megatron.checkpoint_runs import (
     MODEL,
     STOP,
@@ -22,15 +22,13 @@ from tests.functional.megatron.checkpoint_runs import (
     ZERO_3,
     Ranks,
     Records,
-    Run,
     assert_continues,
     loading,
+    refused,
     saving,
     train,
     whole,
 )
-from tests.functional.megatron.driver import run_cases
-from tests.harness.spawn import RanksFailed
 
 STOCK = "--use-distributed-optimizer --ckpt-format torch_dist"
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -44,10 +42,6 @@ VARIANTS = {
     "gated delta net": gated_delta_nets.FLAGS,
 }
 _MASTER = "embedding.word_embeddings.weight"
-
-
-def _run_of(variant: str) -> Run:
-    return gated_delta_nets.run_with_gated_delta_nets if variant == "gated delta net" else run_cases
 
 
 def embedding(model: Any, optimizer: Any) -> torch.Tensor:
@@ -67,7 +61,7 @@ def runs(ranks: Ranks, folder: Path) -> dict[str, Records]:
     """Per variant stock's unbroken run on two ranks, and v2's runs from its checkpoint on two and on three."""
     records: dict[str, Records] = {}
     for variant, more in VARIANTS.items():
-        model, place, run = f"{MODEL} {more}", folder / variant.replace(" ", "_"), _run_of(variant)
+        model, place, run = f"{MODEL} {more}", folder / variant.replace(" ", "_"), gated_delta_nets.run_of(variant)
         cases = [
             whole("stock", 2, f"{STOCK} {model}"),
             saving("saving", 2, place, f"{STOCK} {RESHARDABLE} {model}"),
@@ -123,27 +117,21 @@ def test_finetuning_begins_at_the_first_step(without_optimizer: Records) -> None
     assert tuned[0] < stock[0] - 0.05
 
 
-def _refused(ranks: Ranks, case: Case) -> str:
-    with pytest.raises(RanksFailed) as failure:
-        train(ranks, 2, [case])
-    return str(failure.value)
-
-
 def test_state_in_buffer_shape_is_refused_with_the_remedy(
     ranks: Ranks, without_optimizer: Records, folder: Path
 ) -> None:
-    said = _refused(ranks, loading("refused", 2, folder / "buffers", f"{ZERO_3} {MODEL}"))
+    said = refused(ranks, loading("refused", 2, folder / "buffers", f"{ZERO_3} {MODEL}"))
     assert RESHARDABLE in said
     assert "--no-load-optim" in said
 
 
-def test_missing_optimizer_state_is_refused(ranks: Ranks, without_optimizer: Records, folder: Path) -> None:
-    assert "has no optimizer state: give --no-load-optim" in _refused(
+def test_missing_optimizer_state_isrefused(ranks: Ranks, without_optimizer: Records, folder: Path) -> None:
+    assert "has no optimizer state: give --no-load-optim" in refused(
         ranks, loading("refused", 2, folder / "bare", f"{ZERO_3} {MODEL}")
     )
 
 
 def test_another_model_is_refused_with_every_key(ranks: Ranks, runs: dict[str, Records], folder: Path) -> None:
-    said = _refused(ranks, loading("refused", 2, folder / "dense", f"{ZERO_3} {MODEL} --num-layers 3"))
+    said = refused(ranks, loading("refused", 2, folder / "dense", f"{ZERO_3} {MODEL} --num-layers 3"))
     assert "decoder.layers.self_attention.linear_qkv.weight" in said
     assert "(2, 96, 32) in the checkpoint, (3, 96, 32) here" in said
