@@ -293,7 +293,7 @@ _CHECKPOINTS = [
         "every checkpoint is kept; use --save-interval with --save-retain-interval",
         _on("non_persistent_ckpt_type"),
     ),
-    _refused("--ckpt-convert-format", "convert what was saved with mfsdp2 ckpt convert", _on("ckpt_convert_format")),
+    _refused("--ckpt-convert-format", "there is no other format to save in", _on("ckpt_convert_format")),
     _refused("--moe-use-upcycling", "upcycle in a run without v2, and load its checkpoint", _on("moe_use_upcycling")),
     _idle(
         "--load-main-params-from-ckpt",
