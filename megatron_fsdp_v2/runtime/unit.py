@@ -92,7 +92,6 @@ class Unit:
         self.backward_begun: list[bool] | None = None
         self._to_run: set[int] = set()
         self._gather: Pending | None = None
-        self._freed_memory: set[int] = set()
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
 
     @property
@@ -180,10 +179,8 @@ class Unit:
     def prepare(self) -> None:
         """Build what computing needs. Runs once, when the unit joins a context."""
         assert self.context is not None
-        for group in self.groups:
-            group.prepare(self.context.allocator)
-            if (memory := group.full_memory()) is not None:
-                self._freed_memory.add(memory)
+        for index, group in enumerate(self.groups):
+            group.prepare(self.context.allocator, self.name if len(self.groups) == 1 else f"{self.name}[{index}]")
             pairs = zip(group.owners, group.sharded_params, group.unsharded_params, strict=True)
             for owners, sharded, unsharded in pairs:
                 for owner, name in owners:
@@ -223,8 +220,11 @@ class Unit:
                 )
 
     def weights_version(self) -> int:
-        """Grows with every known write to the unit's main weights, or to their gathered copy."""
-        return sum([group.main_version() + group.gathered_version() for group in self.groups])
+        """Grows with every known write to the unit's main weights, or to their gathered copy, or when that moves."""
+        return sum([group.main_version() for group in self.groups]) + self._copies_version()
+
+    def _copies_version(self) -> int:
+        return sum([group.gathered_version() + group.memory_generation for group in self.groups])
 
     def start_unshard(self, streams: Streams) -> int:
         """Issue the gather of the unit's weights, unless they are gathered and up to date; their version."""
@@ -238,7 +238,7 @@ class Unit:
                 transfers = [group.start_gather(version) for group, version in stale]
                 works = gather_together([transfer for transfer in transfers if transfer is not None])
                 self._gather = streams.issued_gather(works)
-        return sum(versions) + sum([group.gathered_version() for group in self.groups])
+        return sum(versions) + self._copies_version()
 
     def finish_unshard(self) -> None:
         """Wait until the gathered weights can be read on the present stream."""
@@ -286,7 +286,7 @@ class Unit:
 
     def owns_full_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of the tensors lies in the gathered weights that ``reshard`` frees."""
-        freed = self._freed_memory
+        freed = [group.full_memory for group in self.groups if group.gathers_per_use]
         return any([memory_of(tensor) in freed for tensor in tensors]) if freed else False
 
     def stages_to_run(self, group: ParameterGroup) -> int:

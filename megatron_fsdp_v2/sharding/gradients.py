@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ..memory.allocator import BucketAllocator
+from ..memory.allocator import REDUCE_SCATTER, BucketAllocator
 from ..offload import Rest
 from ..precision import GroupPrecision
 from ..strategy import AxisStrategy, Placement, Strategy
@@ -72,19 +72,31 @@ class GroupGradients:
         self._fresh: bool | None = None
         self._to_expose = False
 
-    def prepare(self, allocator: BucketAllocator, unsharded_params: Sequence[nn.Parameter]) -> None:
-        """Build the buffers gradients pass through."""
+    def prepare(self, allocator: BucketAllocator, unsharded_params: Sequence[nn.Parameter], label: str) -> None:
+        """Build the buffers gradients pass through; ``label`` names the group."""
 
-        def transient(level: int, dtype: torch.dtype) -> TransientBuffer:
-            return TransientBuffer(allocator, self._layout, self._mesh, self.levels[level], dtype)
+        def transient(level: int, dtype: torch.dtype, role: str, arena: str | None = None) -> TransientBuffer:
+            name = f"{label} {role}" + (f" behind stage {level}" if level else "")
+            return TransientBuffer(
+                allocator, self._layout, self._mesh, self.levels[level], dtype, arena=arena, name=name
+            )
 
         self._unsharded_params = unsharded_params
         self._has_inner = any([isinstance(param, DTensor) for param in unsharded_params])
         # What is sent: before the first stage the gradients whole, behind each stage its result.
-        self._sent = [transient(level, self._precision.comm) for level in range(self.stages + 1)]
-        self._pending = [transient(level, self._precision.grads) for level in range(self.stages)]
+        comm, grads = self._precision.comm, self._precision.grads
+        self._sent = [transient(level, comm, "gradients", REDUCE_SCATTER) for level in range(self.stages + 1)]
+        # These live from one micro-batch to another, so they share memory with nothing.
+        self._pending = [transient(level, grads, "waiting gradients") for level in range(self.stages)]
         self._main = MainGradients(
-            allocator, self._layout, self._mesh, self.levels[-1], self._precision, self._rest, self._sharded_params
+            allocator,
+            self._layout,
+            self._mesh,
+            self.levels[-1],
+            self._precision,
+            self._rest,
+            self._sharded_params,
+            label,
         )
         self._recast: dict[tuple[int, int], DataParallelBuffer] = {}
 

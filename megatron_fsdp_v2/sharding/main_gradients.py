@@ -35,11 +35,18 @@ class MainGradients:
         precision: GroupPrecision,
         rest: Rest | None,
         sharded_params: Sequence[nn.Parameter],
+        label: str,
     ) -> None:
         self._params = sharded_params
         self._precision = precision
         self._new_store = partial(
-            TransientBuffer, allocator, layout, mesh, placements, device=rest.device if rest else None
+            TransientBuffer,
+            allocator,
+            layout,
+            mesh,
+            placements,
+            device=rest.device if rest else None,
+            name=f"{label} main gradients",
         )
         self._build()
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..memory.allocator import BucketAllocator
+from ..memory.allocator import ALL_GATHER, BucketAllocator
 from ..offload import Rest
 from ..precision import GroupPrecision
 from ..strategy import Placement as BufferPlacement
@@ -109,22 +109,50 @@ class ParameterGroup:
         self._part: TransientBuffer | None = None
         self._part_version: int | None = None
 
-    def prepare(self, allocator: BucketAllocator) -> None:
-        """Build the parameters to compute with. Needed once, before the first ``start_gather``."""
+    def prepare(self, allocator: BucketAllocator, label: str) -> None:
+        """Build the parameters to compute with. Needed once, before the first ``start_gather``. ``label`` names it."""
         self._allocator = allocator
+        self._label = label
         if self.rest is not None:
             self._prepare_compute()
         self.full = self.compute
         if self.gathers_per_use:
-            placements, dtype = self.gathered_placements, self.precision.compute
-            self._transient = TransientBuffer(allocator, self.layout, self.mesh, placements, dtype)
-            self.full = self._transient.acquire()
+            self._transient = self._transient_weights(self.mesh, self.gathered_placements, "weights")
+            self._acquire_full()
         for index in range(len(self.names)):
             self.unsharded_params.append(self._unsharded_param(index))
         self.release()
         self._gathered_writes = self.gathered_version()
         if self.gradients:
-            self.gradients.prepare(allocator, self.unsharded_params)
+            self.gradients.prepare(allocator, self.unsharded_params, label)
+
+    def _transient_weights(self, mesh: DataParallelMesh, placements: Placements, role: str) -> TransientBuffer:
+        name, dtype = f"{self._label} {role}", self.precision.compute
+        return TransientBuffer(self._allocator, self.layout, mesh, placements, dtype, arena=ALL_GATHER, name=name)
+
+    def _acquire_full(self) -> DataParallelBuffer:
+        full = self._transient.acquire()
+        if full is not self.full:
+            self._bind_full(full)
+        return full
+
+    @torch.inference_mode(False)
+    def _bind_full(self, full: DataParallelBuffer) -> None:
+        """Have what computes read the gathered weights here from now on."""
+        self.full = full
+        self.full_memory = memory_of(full.pieces[0])
+        for param, view in zip(self.unsharded_params, self._transient.views, strict=False):
+            if isinstance(param, DTensor):
+                param._local_tensor = view
+            else:
+                param.data = view
+        if self._part is not None:
+            self._part_of_full = self._part.part_of(full)
+
+    @property
+    def memory_generation(self) -> int:
+        """Grows when views of the gathered weights that autograd may hold become void."""
+        return self._allocator.generation if self.gathers_per_use else 0
 
     @property
     def gathers_per_use(self) -> bool:
@@ -172,19 +200,17 @@ class ParameterGroup:
         """
         if self._part is not None and self._part_version == version:
             self._full_version = version
-            return self._part.buffer, self._transient.acquire()
+            return self._part.buffer, self._acquire_full()
         steps: list[tuple[DataParallelBuffer, DataParallelBuffer]] = []
         if self._compute_version != version:
-            if self._copied is not None:
-                self._copied.acquire()
+            self._acquire_copied()
             if self.main is not self._own_compute:
                 pinned = self.rest is not None and self.rest.pinned
                 torch._foreach_copy_(list(self._own_compute.pieces), list(self.main.pieces), non_blocking=pinned)
             steps = list(self._refresh_steps)
         last = None
         if self.gathers_per_use:
-            self._transient.acquire()
-            last = (self.compute, self.full)
+            last = (self.compute, self._acquire_full())
         elif steps:
             last = steps.pop()
         for source, target in steps:
@@ -198,10 +224,8 @@ class ParameterGroup:
         """Build what ``keep_part`` keeps: this rank's part of weights that some ranks of the shard axis share."""
         if self.gathers_per_use:
             sharded = Placements(BufferPlacement.SHARDED, self.full.placements.outer)
-            self._part = TransientBuffer(self._allocator, self.layout, neighbours, sharded, self.precision.compute)
-            self._transient.acquire()
-            whole = DataParallelBuffer(self.layout, neighbours, self.full.placements, self.full.pieces)
-            self._part_of_full = whole.part(sharded)
+            self._part = self._transient_weights(neighbours, sharded, "part of weights")
+            self._part_of_full = self._part.part_of(self._acquire_full())
             self.release()
 
     def keep_part(self) -> None:
@@ -215,10 +239,6 @@ class ParameterGroup:
         if self._part is not None:
             self._part.free()
             self._part_version = None
-
-    def full_memory(self) -> int | None:
-        """Identifies the memory that ``release`` frees; None if it frees nothing."""
-        return memory_of(self.full.pieces[0]) if self.gathers_per_use else None
 
     def release(self) -> None:
         """Give the gathered weights' memory back, if they are a transient buffer."""
@@ -266,10 +286,15 @@ class ParameterGroup:
         if not self.gathers_per_use:
             self._set_compute(DataParallelBuffer.allocate(self.layout, self.mesh, at_rest, self.precision.compute))
             return
-        dtype = self.precision.compute
-        self._copied = TransientBuffer(self._allocator, self.layout, self.mesh, at_rest, dtype)
+        self._copied = self._transient_weights(self.mesh, at_rest, "copied shard")
         self._set_compute(self._copied.acquire())
         self._copied.free()
+
+    def _acquire_copied(self) -> None:
+        if self._copied is not None:
+            copied = self._copied.acquire()
+            if copied is not self.compute:
+                self._set_compute(copied)
 
     def _set_compute(self, compute: DataParallelBuffer) -> None:
         self.compute = compute
