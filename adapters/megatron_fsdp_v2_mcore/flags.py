@@ -16,7 +16,9 @@ Verdict = Literal["honoured", "no effect", "refused"]
 Given = Callable[[Namespace], bool]
 
 STRATEGIES_WITH_OUTER_SHARDING = ("optim_grads_params",)
-DATA_PARALLEL_ONLY = "only data parallelism is supported so far"
+NO_WEIGHT_SHARDS = "weights that are gathered over tensor-parallel ranks are not supported"
+NO_PIPELINE = "pipeline parallelism is not supported yet"
+NO_EXPERT_PARALLELISM = "expert parallelism is not supported yet"
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,10 @@ _SHARDING = [
         "it belongs to --use-torch-fsdp2; use --data-parallel-sharding-strategy optim_grads",
         _off("torch_fsdp2_reshard_after_forward"),
     ),
-    _refused(
-        "--tensor-parallel-num-weight-shards", DATA_PARALLEL_ONLY, _above_one("tensor_parallel_num_weight_shards")
-    ),
+    _refused("--tensor-parallel-num-weight-shards", NO_WEIGHT_SHARDS, _above_one("tensor_parallel_num_weight_shards")),
     _refused(
         "--expert-tensor-parallel-num-weight-shards",
-        DATA_PARALLEL_ONLY,
+        NO_WEIGHT_SHARDS,
         _above_one("expert_tensor_parallel_num_weight_shards"),
     ),
 ]
@@ -159,7 +159,7 @@ _COMMUNICATION = [
     ),
     _refused(
         "--overlap-param-gather-with-optimizer-step",
-        "it needs interleaved pipeline parallelism; " + DATA_PARALLEL_ONLY,
+        "it needs interleaved pipeline parallelism, and " + NO_PIPELINE,
         _on("overlap_param_gather_with_optimizer_step"),
     ),
     _idle("--no-align-param-gather", "there is one pipeline stage", _off("align_param_gather")),
@@ -256,12 +256,18 @@ _TRAINING = [
 ]
 
 _PARALLELISM = [
-    _refused("--tensor-model-parallel-size", DATA_PARALLEL_ONLY, _above_one("tensor_model_parallel_size")),
-    _refused("--pipeline-model-parallel-size", DATA_PARALLEL_ONLY, _above_one("pipeline_model_parallel_size")),
-    _refused("--context-parallel-size", DATA_PARALLEL_ONLY, _above_one("context_parallel_size")),
-    _refused("--hybrid-context-parallel", DATA_PARALLEL_ONLY, _on("hybrid_context_parallel")),
-    _refused("--expert-model-parallel-size", DATA_PARALLEL_ONLY, _above_one("expert_model_parallel_size")),
-    _refused("--expert-tensor-parallel-size", DATA_PARALLEL_ONLY, _above_one("expert_tensor_parallel_size")),
+    _refused(
+        "--tensor-model-parallel-size",
+        "tensor parallelism is not supported yet",
+        _above_one("tensor_model_parallel_size"),
+    ),
+    _honoured("--context-parallel-size", "context-parallel ranks share shards as data-parallel ones do"),
+    _refused(
+        "--hybrid-context-parallel", "stock does not support it with sharded models", _on("hybrid_context_parallel")
+    ),
+    _refused("--pipeline-model-parallel-size", NO_PIPELINE, _above_one("pipeline_model_parallel_size")),
+    _refused("--expert-model-parallel-size", NO_EXPERT_PARALLELISM, _above_one("expert_model_parallel_size")),
+    _refused("--expert-tensor-parallel-size", NO_EXPERT_PARALLELISM, _above_one("expert_tensor_parallel_size")),
 ]
 
 _CHECKPOINTS = [
@@ -348,6 +354,11 @@ def _instances(args: Namespace) -> int:
     return int(getattr(args, "num_distributed_optimizer_instances", 1) or 1)
 
 
+def _data_parallel_ranks(args: Namespace) -> int:
+    """Those that share shards, context-parallel ones among them."""
+    return int(args.world_size) // int(getattr(args, "tensor_model_parallel_size", 1) or 1)
+
+
 def _outer_optim(args: Namespace) -> bool:
     return args.outer_dp_sharding_strategy == "optim"
 
@@ -371,7 +382,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "--num-distributed-optimizer-instances must divide the number of data-parallel ranks",
-        lambda args: _instances(args) < 1 or args.world_size % _instances(args) != 0,
+        lambda args: _instances(args) < 1 or _data_parallel_ranks(args) % _instances(args) != 0,
     ),
     Contradiction(
         "--init-model-with-meta-device saves nothing with --data-parallel-sharding-strategy no_shard; drop it",

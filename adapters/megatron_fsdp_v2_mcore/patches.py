@@ -161,6 +161,26 @@ PATCHES: tuple[Patch, ...] = (
         modes=(CPU,),
     ),
     Patch(
+        module="megatron.core.transformer.torch_norm",
+        attribute="WrappedTorchNorm.__new__",
+        kind="wrap",
+        signature="(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
+        "normalization='LayerNorm')",
+        reason="torch's norms lack the marks of sequence parallelism, and those that have them need CUDA",
+        implementation="megatron_fsdp_v2_mcore.cpu_megatron:wrap_torch_norm",
+        modes=(CPU,),
+    ),
+    Patch(
+        module="megatron.core.transformer.dot_product_attention",
+        attribute="DotProductAttention",
+        kind="new-dispatch",
+        signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
+        "softmax_scale=None, cp_comm_type=None, pg_collection=None)",
+        reason="the only attention for context parallelism is transformer-engine's, which needs CUDA",
+        implementation="megatron_fsdp_v2_mcore.cpu_megatron:dispatch_dot_product_attention",
+        modes=(CPU,),
+    ),
+    Patch(
         module="megatron.training.arguments",
         attribute="add_megatron_arguments",
         kind="wrap",

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint._nested_dict import FLATTEN_MAPPING
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.utils.dlpack import from_dlpack
 
 from .errors import CheckpointError
 from .stored_objects import read_object
@@ -41,6 +43,11 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.mappings = self._paths
         self.is_coordinator = is_coordinator
 
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Called by DCP."""
+        data = super().resolve_data(write_item)
+        return _by_itself(data.detach()) if isinstance(data, torch.Tensor) else data
+
 
 def check_objects(flat: Mapping[str, Any]) -> None:
     """Stores and reads every object of a state dict, to see that a load will accept it.
@@ -63,6 +70,20 @@ def check_objects(flat: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{error}. Save plain values, or allow its classes with torch.serialization.add_safe_globals"
             ) from error
+
+
+def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage that ends where the tensor does: of others DCP's writer makes a copy.
+
+    Shards are parts of flat buffers, so a save would copy all weights.
+    """
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    # As bytes, since DLPack doesn't know every dtype.
+    alone: torch.Tensor = from_dlpack(tensor.view(-1).view(torch.uint8))
+    return alone.view(tensor.dtype).view(tensor.shape)
 
 
 class _NamingFileSystem(FileSystem):

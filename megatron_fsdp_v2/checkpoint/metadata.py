@@ -6,6 +6,7 @@ to make sense before anyone uses it.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 from pathlib import Path, PurePosixPath
@@ -98,11 +99,21 @@ class SafeFileSystemReader(FileSystemReader):
 
     `dcp.load(state, storage_reader=SafeFileSystemReader(path), planner=SafeLoadPlanner())` runs no code from the
     checkpoint; the planner is in `stored_objects`.
+
+    Args:
+        path: the folder.
+        known: its metadata, if `read_metadata` has read it already; the file isn't read again.
     """
+
+    def __init__(self, path: str | os.PathLike[str], known: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._known = known
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As `read_metadata`; ``rank`` asks for the metadata of one rank, where each wrote its own."""
-        loaded = read_metadata(Path(self._get_metadata_path(kwargs.get("rank"))))
+        rank = kwargs.get("rank")
+        known = self._known if rank is None else None
+        loaded = known or read_metadata(Path(self._get_metadata_path(rank)))
         if getattr(loaded, "storage_meta", None) is None:
             loaded.storage_meta = StorageMeta()
         assert loaded.storage_meta is not None
@@ -174,11 +185,18 @@ def _problem_of_storage(index: Any, info: Any) -> str | None:
     if not isinstance(info, filesystem._StorageInfo):
         return f"kept as {type(info).__name__}, which only another kind of storage can read"
     name = getattr(info, "relative_path", None)
-    if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+    if not isinstance(name, str) or not _is_inside(name):
         return f"the file {name!r} is not inside the folder"
     if _indices((getattr(info, "offset", None), getattr(info, "length", None))) is None:
         return "no place in its file"
     return None
+
+
+# A file holds thousands of tensors.
+@functools.lru_cache(maxsize=4096)
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts
 
 
 def _indices(value: Any) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .fused import FusedLayout
 from .metadata import SafeFileSystemReader, read_metadata
 from .optimizer_state import STATE_PREFIX
 from .state_dict import MODEL_PREFIX, StateDict, build_state_dict, missing_state_created, offer_of, take_over
-from .storage import begin_write, cancel_write, end_write, find_readable
+from .storage import begin_write, cancel_write, end_write, find_readable, open_readable
 from .stored_objects import SafeLoadPlanner
 from .subject import Optimizers, Subject
 
@@ -118,14 +118,16 @@ def load_checkpoint(
     subject = Subject.of(model, optimizer, fused)
     extra_state.check_extra(extra)
     check_flag("strict", strict)
-    folder = on_rank_zero(partial(find_readable, Path(path)), process_group)
-    metadata = on_every_rank(partial(read_metadata, folder), process_group)
-    with missing_state_created(subject, metadata):
-        prepare = partial(_to_load, subject, extra or {}, metadata, folder, strict)
+    known: list[Metadata] = []
+    folder = on_rank_zero(partial(_find, Path(path), known), process_group)
+    with ExitStack() as created:
+        # What is raised on any rank takes away the state that was created.
+        prepare = partial(_to_load, subject, extra or {}, folder, known, strict, created)
         state_dict, options = on_every_rank(prepare, process_group)
+    (metadata,) = known
     loaded = {key: value for key, value in state_dict.flat.items() if key in metadata.state_dict_metadata}
     try:
-        _read(folder, loaded, process_group)
+        _read(folder, metadata, loaded, process_group)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; the model's weights may be partly overwritten") from error
     state_dict.flat.update(loaded)
@@ -142,10 +144,26 @@ def _to_save(subject: Subject, extra: Mapping[str, Any]) -> StateDict:
     return state_dict
 
 
+def _find(path: Path, known: list[Metadata]) -> Path:
+    """The folder to read; its metadata, which is large, is kept here and read by every rank."""
+    folder, metadata = open_readable(path)
+    known.append(metadata)
+    return folder
+
+
 def _to_load(
-    subject: Subject, extra: Mapping[str, Any], metadata: Metadata, folder: Path, strict: bool
+    subject: Subject,
+    extra: Mapping[str, Any],
+    folder: Path,
+    known: list[Metadata],
+    strict: bool,
+    created: ExitStack,
 ) -> tuple[StateDict, group_options.Matched]:
     """The state dict to load, and options for the groups, once it is sure that they fit."""
+    if not known:
+        known.append(read_metadata(folder))
+    (metadata,) = known
+    created.enter_context(missing_state_created(subject, metadata))
     given = extra_state.flatten(extra)
     places = {**given, **extra_state.places_for(metadata, given)}
     state_dict = build_state_dict(subject, places)
@@ -154,17 +172,23 @@ def _to_load(
     options: group_options.Matched = []
     if group_options.KEY in state_dict.flat and group_options.KEY in metadata.state_dict_metadata:
         stored = {group_options.KEY: ""}
-        _read(folder, stored, alone=True)
+        _read(folder, metadata, stored, alone=True)
         options = group_options.match_options(stored[group_options.KEY], subject.optimizers, subject.names(), strict)
     return state_dict, options
 
 
-def _read(folder: Path, flat: dict[str, Any], group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
+def _read(
+    folder: Path,
+    metadata: Metadata,
+    flat: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+) -> None:
     try:
         with _no_word_on_single_processes():
             load(
                 flat,
-                storage_reader=SafeFileSystemReader(folder),
+                storage_reader=SafeFileSystemReader(folder, metadata),
                 planner=SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
                 no_dist=alone or not dist.is_initialized(),

@@ -17,6 +17,7 @@ from .agreement import Offer
 from .chunk_metadata import attach_chunk_metadata, chunk_metadata_of, verify_chunks
 from .extra_state import Path
 from .fused import split_states, split_weights
+from .module_loading import hand_over
 from .optimizer_state import STATE_PREFIX, State, collect_state, create_state, keys_that_may_lack, saved_states
 from .subject import Subject, bare_name
 
@@ -110,22 +111,17 @@ def missing_state_created(subject: Subject, metadata: Metadata) -> Iterator[None
 
 
 def take_over(subject: Subject, state_dict: StateDict, is_loaded: Callable[[str], bool]) -> None:
-    """Puts what was loaded where loading in place doesn't reach, and lets the next forward see the weights.
-
-    Modules get their part through ``load_state_dict``, so that what they do there happens; tensors are copied onto
-    themselves.
-    """
+    """Puts what was loaded where loading in place doesn't reach, and lets the next forward see the weights."""
     for key, (parameter, state) in state_dict.objects.items():
         if is_loaded(key):
             optimizer = next(o for o in subject.optimizers if parameter in o.state)
             optimizer.state[parameter][state] = state_dict.flat[key]
-    original = {bare_name(name): name for name in subject.model.state_dict()}
-    weights = {
-        original[name]: state_dict.flat[f"{MODEL_PREFIX}{name}"]
-        for name in original
-        if f"{MODEL_PREFIX}{name}" in state_dict.flat and is_loaded(f"{MODEL_PREFIX}{name}")
+    loaded = {
+        key.removeprefix(MODEL_PREFIX): value
+        for key, value in state_dict.flat.items()
+        if key.startswith(MODEL_PREFIX) and is_loaded(key)
     }
-    subject.model.load_state_dict(weights, strict=False)
+    hand_over(subject.model, loaded)
     subject.mark_loaded()
 
 

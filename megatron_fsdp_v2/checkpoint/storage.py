@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .errors import CheckpointError
 from .metadata import read_metadata
@@ -27,12 +28,13 @@ _OWN = re.compile(
 )
 
 
-def problem_of(path: Path) -> str | None:
-    """Why there is no whole checkpoint at ``path``; None if there is one."""
-    try:
-        metadata = read_metadata(path)
-    except CheckpointError as error:
-        return str(error)
+def read_whole(path: Path) -> Metadata:
+    """The metadata of the checkpoint at ``path``, which has every file that it names, at the length it needs.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint; the message says why.
+    """
+    metadata = read_metadata(path)
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         assert isinstance(info, _StorageInfo)
@@ -41,9 +43,18 @@ def problem_of(path: Path) -> str | None:
         try:
             found = (path / name).stat().st_size
         except FileNotFoundError:
-            return f"{path / name} is missing"
+            raise CheckpointError(f"{path / name} is missing") from None
         if found < size:
-            return f"{path / name} has {found} bytes of {size}"
+            raise CheckpointError(f"{path / name} has {found} bytes of {size}")
+    return metadata
+
+
+def problem_of(path: Path) -> str | None:
+    """Why there is no whole checkpoint at ``path``; None if there is one."""
+    try:
+        read_whole(path)
+    except CheckpointError as error:
+        return str(error)
     return None
 
 
@@ -58,14 +69,22 @@ def find_readable(path: Path) -> Path:
     Raises:
         CheckpointError: neither is whole.
     """
-    problem = problem_of(path)
-    if problem is None:
-        return path
+    return open_readable(path)[0]
+
+
+def open_readable(path: Path) -> tuple[Path, Metadata]:
+    """As `find_readable`, with the metadata that was read to find out."""
+    try:
+        return path, read_whole(path)
+    except CheckpointError as error:
+        problem = error
     replaced = _replaced(path)
-    if not is_complete(replaced):
-        raise CheckpointError(problem)
-    warnings.warn(f"{problem}; the checkpoint it should have replaced is read: {replaced}", stacklevel=2)
-    return replaced
+    try:
+        metadata = read_whole(replaced)
+    except CheckpointError:
+        raise problem from None
+    warnings.warn(f"{problem}; the checkpoint it should have replaced is read: {replaced}", stacklevel=3)
+    return replaced, metadata
 
 
 def begin_write(path: Path) -> None:

@@ -28,7 +28,6 @@ from tests.functional.core.cases_support import (
     adamw,
     case,
     refused,
-    sgd,
     shard_net,
     squared,
 )
@@ -267,44 +266,6 @@ def states_of_frozen_parameters_are_kept(ranks: Ranks) -> None:
     same(loaded.state[other.head.weight]["exp_avg"], full_tensor(optimizer.state[net.head.weight]["exp_avg"]), "frozen")
 
 
-class Tied(nn.Module):
-    """Two names of one weight, a buffer, and a state that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(WIDTH, 7, bias=False)
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("calls", torch.zeros(3))
-        self.note = "new"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.embedding(x) + self.head(x)
-
-    def get_extra_state(self) -> Any:
-        return {"note": self.note}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.note = state["note"]
-
-
-@case(worlds=(1, 2), strategies=(ZERO_3, "no_shard"))
-def tied_weights_buffers_and_other_state(ranks: Ranks, strategy: str) -> None:
-    model, other = fully_shard(Tied(), strategy=strategy), fully_shard(Tied(), strategy=strategy)
-    optimizer = trained(model)
-    model.calls.fill_(5)
-    model.note = "saved"
-    loaded = adamw(other.parameters())
-    with shared_folder(ranks) as folder:
-        save_checkpoint(model, optimizer, folder / "c")
-        load_checkpoint(other, loaded, folder / "c")
-    assert (other.calls == 5).all()
-    assert other.note == "saved"
-    assert other.head.weight is other.embedding.weight
-    assert len(loaded.state) == 1
-    same(other.head.weight, full_tensor(model.head.weight).detach(), "tied")
-
-
 @case(worlds=(1, 3))
 def extra_state(ranks: Ranks) -> None:
     """Numbers, texts, containers, schedulers, a sharded model: back where they were, tensors in place where given."""
@@ -350,15 +311,3 @@ def part_of_the_ranks(ranks: Ranks) -> None:
         nn.init.constant_(model.weight, -1)
         load_checkpoint(model, None, path, process_group=groups[ranks.rank])
     assert (model.weight == ranks.rank).all()
-
-
-@case(worlds=(1, 2))
-def names_dont_depend_on_wrappers(ranks: Ranks) -> None:
-    """A compiled model saves what the model itself would."""
-    net = sharded_net()
-    optimizer = trained(net, sgd)
-    with shared_folder(ranks) as folder:
-        save_checkpoint(torch.compile(net), optimizer, folder / "c")
-        assert "model.layers.0.up.weight" in read_metadata(folder / "c").state_dict_metadata
-        load_checkpoint(torch.compile(net), optimizer, folder / "c")
-        load_checkpoint(net, optimizer, folder / "c")

@@ -33,6 +33,7 @@ _COMMON = f"""
 class Case:
     """One training run. `flags` come on top of the common ones, so a flag given twice has the later value.
 
+    `replica_ranks` is how many ranks work on the same samples, as tensor and context parallelism have it.
     `inspect(model, optimizer)` is called before the first step; what it returns stands in the record. A run that
     `stops` ends itself with `sys.exit`, as with `--exit-interval`.
     """
@@ -41,10 +42,11 @@ class Case:
     flags: tuple[str, ...] = ()
     inspect: Callable[[Any, Any], Any] | None = None
     stops: bool = False
+    replica_ranks: int = 1
 
     def argv(self, world_size: int) -> list[str]:
-        """The command line for `world_size` data-parallel ranks, without the program's name."""
-        batch = MICRO_BATCH_SIZE * MICRO_BATCHES * world_size
+        """The command line for `world_size` ranks, without the program's name."""
+        batch = MICRO_BATCH_SIZE * MICRO_BATCHES * (world_size // self.replica_ranks)
         return [*_COMMON, "--global-batch-size", str(batch), *self.flags]
 
 

@@ -7,6 +7,7 @@ plug-in is called from here except its activation; a case chooses it with its fl
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -64,7 +65,11 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    batch = next(data)
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    cp_group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(next(data), is_hybrid_cp=False, cp_group=cp_group)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
 
@@ -82,9 +87,21 @@ def _run_case(case: Case, world_size: int) -> Record:
     record = Record()
     argv = ["parity", *case.argv(world_size)]
     ending = pytest.raises(SystemExit) if case.stops else contextlib.nullcontext()
-    with mock.patch.object(sys, "argv", argv), _fresh_megatron(), _recording(record, case), ending:
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.dict(os.environ, _environment(case)),
+        _fresh_megatron(),
+        _recording(record, case),
+        ending,
+    ):
         train_from_command_line()
     return record
+
+
+def _environment(case: Case) -> dict[str, str]:
+    """Stock insists on this for tensor and context parallelism, on the architecture that the emulation names."""
+    is_stock = "--use-megatron-fsdp-v2" not in case.flags
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_stock and case.replica_ranks > 1 else {}
 
 
 def train_from_command_line() -> None:

@@ -6,40 +6,22 @@ take another way); the marker `full` adds every strategy with every variant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from tests.functional.megatron.cases import (
-    STEPS,
-    Case,
-    Record,
-    relative_differences,
-    weight_differences,
+from tests.functional.megatron.cases import STEPS, relative_differences
+from tests.functional.megatron.parity_runs import (
+    TWO_INSTANCES,
+    Ranks,
+    Records,
+    Variant,
+    assert_parity,
+    cases_of,
+    train,
 )
-from tests.functional.megatron.driver import run_cases
 from tests.harness.spawn import RankPool
 
-TIMEOUT = 540.0
-STOCK = "--use-distributed-optimizer"
-V2 = "--use-megatron-fsdp-v2 --data-parallel-sharding-strategy"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-TWO_INSTANCES = "--num-distributed-optimizer-instances 2"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Flags that both sides get, and how far apart they may be (relative; weights per parameter, in L2 norm)."""
-
-    flags: str
-    losses: float = 1e-6
-    grad_norms: float = 1e-6
-    weights: float = 1e-5
-    dtype: torch.dtype = torch.float32
-    stock: str = STOCK
-
 
 _BF16 = {"losses": 1e-3, "grad_norms": 5e-3, "weights": 1e-2, "dtype": torch.bfloat16}
 _RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -126,97 +108,55 @@ EVERY_LAYOUT = [
 ]
 
 
-def _cases(pairs: list[tuple[str, str]], strategies: dict[str, str]) -> list[Case]:
-    """Every pair as a run with v2, and one stock run for each variant among them."""
-    names = dict.fromkeys(variant for variant, _ in pairs)
-    stock = [Case(f"stock: {name}", (*VARIANTS[name].stock.split(), *VARIANTS[name].flags.split())) for name in names]
-    ours = [
-        Case(f"{variant}: {strategy}", tuple(f"{V2} {strategies[strategy]} {VARIANTS[variant].flags}".split()))
-        for variant, strategy in pairs
-    ]
-    return [*stock, *ours]
-
-
-Ranks = Callable[[int], RankPool]
-Records = dict[str, Record]
 _STRATEGY_FLAGS = {strategy: strategy for strategy in STRATEGIES}
 
 
-# Stock leaves the process groups of a training with their threads, so a process runs no more than a few.
-AT_ONCE = 5
-
-
-def _train(pool: RankPool, cases: list[Case]) -> Records:
-    records: Records = {}
-    for first in range(0, len(cases), AT_ONCE):
-        records.update(pool.run(run_cases, cases[first : first + AT_ONCE], timeout=TIMEOUT)[0])
-    return records
+def _train(pool: RankPool, pairs: list[tuple[str, str]], strategies: dict[str, str]) -> Records:
+    return train(pool, cases_of(pairs, VARIANTS, strategies))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(ranks: Ranks) -> Records:
-    return _train(ranks(2), _cases(AT_TWO_RANKS, _STRATEGY_FLAGS))
+    return _train(ranks(2), AT_TWO_RANKS, _STRATEGY_FLAGS)
 
 
 @pytest.fixture(scope="module")
 def every_pair(ranks: Ranks) -> Records:
-    return _train(ranks(2), _cases(EVERY_PAIR, _STRATEGY_FLAGS))
+    return _train(ranks(2), EVERY_PAIR, _STRATEGY_FLAGS)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(ranks: Ranks) -> Records:
-    return _train(ranks(4), _cases(AT_FOUR_RANKS, LAYOUTS))
+    return _train(ranks(4), AT_FOUR_RANKS, LAYOUTS)
 
 
 @pytest.fixture(scope="module")
 def every_layout(ranks: Ranks) -> Records:
-    return _train(ranks(4), _cases(EVERY_LAYOUT, LAYOUTS))
-
-
-def _assert_parity(records: Records, variant: str, strategy: str, fp32_factor: float = 1.0) -> None:
-    ours, stock, limits = records[f"{variant}: {strategy}"], records[f"stock: {variant}"], VARIANTS[variant]
-    factor = fp32_factor if limits.dtype is torch.float32 else 1.0
-    assert (ours.wrapper, stock.wrapper) == ("PluginFSDPv2", "DistributedDataParallel")
-    assert ours.skipped == stock.skipped
-    assert ours.loss_scales == stock.loss_scales
-    assert len(ours.skipped) == STEPS
-    assert sum(ours.skipped) < STEPS - 1
-    losses = max(relative_differences(ours.losses, stock.losses))
-    grad_norms = max(relative_differences(ours.grad_norms, stock.grad_norms))
-    evaluations = max(relative_differences(ours.evaluations, stock.evaluations))
-    weights, name = max((value, name) for name, value in weight_differences(ours, stock, limits.dtype).items())
-    print(
-        f"{variant}, {strategy}: losses {losses:.1e}, grad norms {grad_norms:.1e}, evaluations {evaluations:.1e}, "
-        f"weights {weights:.1e} ({name})"
-    )
-    assert losses <= factor * limits.losses
-    assert grad_norms <= factor * limits.grad_norms
-    assert evaluations <= factor * limits.losses
-    assert weights <= limits.weights, name
+    return _train(ranks(4), EVERY_LAYOUT, LAYOUTS)
 
 
 @pytest.mark.parametrize(("variant", "strategy"), AT_TWO_RANKS)
 def test_two_ranks_train_as_stock(two_ranks: Records, variant: str, strategy: str) -> None:
-    _assert_parity(two_ranks, variant, strategy)
+    assert_parity(two_ranks, VARIANTS, variant, strategy)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("variant", "strategy"), EVERY_PAIR)
 def test_two_ranks_train_as_stock_in_every_pair(every_pair: Records, variant: str, strategy: str) -> None:
-    _assert_parity(every_pair, variant, strategy)
+    assert_parity(every_pair, VARIANTS, variant, strategy)
 
 
 @pytest.mark.parametrize(("variant", "layout"), AT_FOUR_RANKS)
 def test_four_ranks_train_as_stock(four_ranks: Records, variant: str, layout: str) -> None:
-    _assert_parity(four_ranks, variant, layout, fp32_factor=10.0)
+    assert_parity(four_ranks, VARIANTS, variant, layout, fp32_factor=10.0)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("variant", "layout"), EVERY_LAYOUT)
 def test_four_ranks_train_as_stock_in_every_layout(every_layout: Records, variant: str, layout: str) -> None:
-    _assert_parity(every_layout, variant, layout, fp32_factor=10.0)
+    assert_parity(every_layout, VARIANTS, variant, layout, fp32_factor=10.0)
 
 
 def test_runs_learn_and_differ_where_they_should(two_ranks: Records) -> None:
