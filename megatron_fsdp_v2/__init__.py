@@ -8,6 +8,7 @@ from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, sha
 from .offload import CPUOffloadPolicy, OffloadPolicy
 from .optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .precision import MixedPrecisionPolicy
+from .runtime.offloading import OffloadReport
 from .sharding.buffer import DataParallelBuffer
 from .sharding.dtensor import full_tensor
 from .sharding.parameter_group import ParameterGroup
@@ -19,6 +20,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OffloadReport",
     "ParameterGroup",
     "UnshardHandle",
     "clip_grad_norm_",

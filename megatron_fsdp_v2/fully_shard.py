@@ -296,10 +296,16 @@ def _replace_parameters(unit: Unit, sources: list[ParamSource], originals: list[
                 param._fsdp_owner = _Owner(weakref.ref(unit), name, param is original)  # type: ignore[attr-defined]
 
 
-def _rest_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    assert isinstance(module, FSDPModule)
+def _bring_to_rest(module: FSDPModule) -> None:
+    """Show parameters as they are at rest, in memory of the device."""
     if module._fsdp_unit.is_bound:
         module.reshard()
+    module._fsdp_unit.host_copies.give_back()
+
+
+def _rest_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    assert isinstance(module, FSDPModule)
+    _bring_to_rest(module)
 
 
 def _copyable_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -318,8 +324,7 @@ def _rest_before_load(
             f"load_state_dict(assign=True) would take unit {module._fsdp_unit.name!r} its sharded parameters; "
             "use assign=False, which copies"
         )
-    if module._fsdp_unit.is_bound:
-        module.reshard()
+    _bring_to_rest(module)
     for name, param in module.named_parameters():
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements == param.placements:

@@ -11,6 +11,8 @@ import torch
 import torch.nn as nn
 
 from .arguments import check_flag, check_positive
+from .memory.host_copies import Kind
+from .offload_methods import OffloadMethods
 from .refused import RefusedMethods
 from .runtime.agreement import MODES, Mode
 from .runtime.context import Context
@@ -33,7 +35,7 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule(RefusedMethods):
+class FSDPModule(OffloadMethods, RefusedMethods):
     """Mixed into the class of every module that ``fully_shard`` was called on.
 
     Methods with ``recurse`` act on the units below too, by default.
@@ -234,8 +236,10 @@ class FSDPModule(RefusedMethods):
 
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Multiply this module's gradients, put-off ones too, by ``factor`` (a number or 0-dim tensor)."""
-        for gradients in _gradients(units_below(self)):
-            gradients.scale(factor)
+        for unit in units_below(self):
+            unit.host_copies.give_back([Kind.MAIN_GRADIENTS])
+            for gradients in _gradients([unit]):
+                gradients.scale(factor)
 
     def mark_weights_updated(self) -> None:
         """Declare that this module's parameters were written in a way that torch doesn't count.
@@ -258,6 +262,9 @@ class FSDPModule(RefusedMethods):
     def _context(self) -> Context:
         unit = self._fsdp_unit
         return unit.context or ensure_context(unit, named_units_of(unit))
+
+    def _units(self) -> list[Unit]:
+        return units_below(self)
 
     def _set(self, name: str, value: bool, recurse: bool) -> None:
         check_flag(name, value)

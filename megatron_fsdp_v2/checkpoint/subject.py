@@ -41,10 +41,12 @@ class Subject:
         return subject
 
     def names(self) -> dict[nn.Parameter, str]:
-        """The name of every parameter. Units that show their full weights are brought to rest."""
+        """The name of every parameter. Units are brought to rest, and back to the device with their optimizer state."""
         for module in self.model.modules():
-            if isinstance(module, FSDPModule) and module._fsdp_unit.is_bound:
-                module.reshard()
+            if isinstance(module, FSDPModule):
+                if module._fsdp_unit.is_bound:
+                    module.reshard()
+                module._fsdp_unit.host_copies.give_back()
         return {parameter: bare_name(name) for name, parameter in self.model.named_parameters()}
 
     def mark_loaded(self) -> None:

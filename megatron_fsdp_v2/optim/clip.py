@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..memory.host_copies import bring_back
 from ..sharding.dtensor import comm_device
 
 
@@ -99,6 +100,7 @@ def clip_grads_with_norm_(
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in (param.grad for param in parameters if param.grad is not None):
         local = grad.to_local() if isinstance(grad, DTensor) else grad
+        bring_back(local)
         if local.numel():
             alike.setdefault((local.device, local.dtype), []).append(local)
     for (device, _), locals_ in alike.items():
@@ -123,6 +125,8 @@ def _check_max_norm(max_norm: object) -> None:
 def _local_power(shards: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The local sum of powers, or the local maximum for the infinite norm; zero where there is nothing."""
     filled = [shard for shard in shards if shard.numel()]
+    for shard in filled:
+        bring_back(shard)
     if not filled:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch.stack([torch.linalg.vector_norm(shard, norm_type, dtype=torch.float32) for shard in filled])

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..memory.allocator import BucketAllocator, DynamicAllocator
+from ..memory.host_copies import Kind
 from ..sharding.gradients import GroupGradients
 from ..sharding.mesh import DataParallelMesh, among_neighbours
 from ..sharding.parameter_group import ParameterGroup
@@ -72,6 +73,7 @@ class Context:
         for unit in self.units:
             unit.check_parameters()
         if not self._in_flight:
+            self.bring_back(Kind.MAIN_GRADIENTS)
             for gradients in self.all_gradients():
                 gradients.free_if_cleared()
         self.in_root_forward = True
@@ -199,6 +201,7 @@ class Context:
         """Bring every unit to rest after a pass that raised, and forget the gradients it left anywhere."""
         self.abandon_forward(self.root)
         self._abandon_backward()
+        self.bring_back(Kind.MAIN_GRADIENTS)
         for gradients in self.all_gradients():
             gradients.drop_pending()
 
@@ -241,6 +244,7 @@ class Context:
     def _reduce(self, unit: Unit, gradients: GroupGradients, stages: int, force: bool = False) -> None:
         # One reduction at a time: the memory of collected gradients is then one group's.
         self.finish_reductions()
+        unit.host_copies.give_back([Kind.MAIN_GRADIENTS])
         if stages:
             # Before anything is taken in: after a disagreement the gradients are still where autograd left them.
             self.agreement.compare(f"reduce gradients of unit {unit.name!r}")
@@ -271,8 +275,19 @@ class Context:
     def settle_gradients(self) -> None:
         """Finish the reductions in flight, make ``.grad`` final, and call users' hooks, which may step an optimizer."""
         self.finish_reductions()
+        self.bring_back(Kind.MAIN_GRADIENTS)
         for gradients in [gradients for gradients in self.all_gradients() if gradients.expose()]:
             gradients.call_hooks()
+
+    @property
+    def has_reductions_in_flight(self) -> bool:
+        """Whether a reduction was started that nobody waited for yet."""
+        return bool(self._in_flight)
+
+    def bring_back(self, kind: Kind) -> None:
+        """Bring back what of a kind is in CPU memory."""
+        for unit in self.units:
+            unit.host_copies.give_back([kind])
 
     def all_gradients(self) -> list[GroupGradients]:
         """Gradients of all trainable groups, in registration order."""
@@ -286,6 +301,9 @@ class Context:
 
     def _watch_optimizers(self) -> None:
         """Notice steps of all optimizers, for as long as the context lives."""
+        # Those that stepped parameters below the root, and those whose state dicts bring their state back.
+        self.steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         groups = self.all_groups()
         self._group_of = {id(param): group for group in groups for param in group.sharded_params}
         self._gathered_names = {
@@ -319,7 +337,11 @@ class Context:
             )
 
         stepped = {id(self._group_of[key]) for key in _param_ids(optimizer) if key in self._group_of}
+        if stepped:
+            self.steppers.add(optimizer)
         for unit in self.units:
+            if any([id(group) in stepped for group in unit.groups]):
+                unit.host_copies.give_back()
             for group in unit.groups:
                 if id(group) in stepped and group.gradients is not None and group.gradients.has_new():
                     raise RuntimeError(

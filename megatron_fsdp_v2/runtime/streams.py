@@ -41,6 +41,12 @@ class Streams:
         """Start a reduction given as an iterator over its collectives."""
         return _HostReduction(stages)
 
+    def synchronize(self) -> None:
+        """Wait until the device did all that it was given."""
+
+    def release_cached_memory(self) -> None:
+        """Give freed memory that torch keeps for later back to the device, where other processes find it."""
+
 
 def streams_for(device: torch.device) -> Streams:
     """The seam for ``device``."""
@@ -75,6 +81,12 @@ class DeviceStreams(Streams):
             for work in stages:
                 work.wait()
             return _DeviceEvent(self._module, self._reduce.record_event())
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def release_cached_memory(self) -> None:
+        self._module.empty_cache()
 
 
 class _HostGather:

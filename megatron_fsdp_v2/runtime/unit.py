@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from ..materialize import Valueless
+from ..memory.host_copies import HostCopies, Kind
 from ..precision import MixedPrecisionPolicy
 from ..sharding.buffer import gather_together
 from ..sharding.mesh import DataParallelMesh
@@ -80,6 +81,7 @@ class Unit:
         # What came on the meta device and was not initialised. Called for, and forgotten, when the unit first runs.
         self.valueless: list[Valueless] = []
         self.context: Context | None = None
+        self.host_copies = HostCopies()
         self.phase = Phase.IDLE
         # Backward calls begun and not ended: a module called twice may run them interleaved.
         self.active_backwards = 0
@@ -230,8 +232,11 @@ class Unit:
         """Issue the gather of the unit's weights, unless they are gathered and up to date; their version."""
         versions = [group.main_version() for group in self.groups]
         stale = [pair for pair in zip(self.groups, versions, strict=True) if not pair[0].is_gathered(pair[1])]
+        self.host_copies.give_back([Kind.COMPUTE_WEIGHTS])
         if stale:
             assert self.context is not None
+            if any([group.reads_main(version) for group, version in stale]):
+                self.host_copies.give_back([Kind.MAIN_WEIGHTS])
             self.context.agreement.compare(f"gather unit {self.name!r}")
             self.finish_unshard()
             with torch.no_grad(), streams.gather_scope():

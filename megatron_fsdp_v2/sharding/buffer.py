@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..memory.host_copies import host_memory
 from ..offload import Rest
 from ..strategy import Placement
 from .collectives import Work, all_gather, all_reduce, reduce_scatter
@@ -51,8 +52,10 @@ class DataParallelBuffer:
     ) -> DataParallelBuffer:
         """A buffer with storage of its own, zero-filled so that padding is never garbage."""
         sizes = piece_sizes(layout, mesh, placements)
-        device, pinned = rest or Rest(mesh.device, False)
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
+        if rest is None:
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=mesh.device)
+        else:
+            flat = host_memory(sum(sizes) * dtype.itemsize, rest.pinned).view(dtype).zero_()
         return cls(layout, mesh, placements, flat.split(sizes))
 
     @property

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from ..memory.host_copies import bring_back
 from .layout import RowSplit
 
 # The function that compares the placements of two specs.
@@ -112,6 +113,7 @@ class RowShard(Shard):
 
 def gather_rows(local: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate ``counts[r]`` rows of every rank ``r``; shape ``(sum(counts), *trailing)`` on every rank."""
+    bring_back(local)
     trailing = local.shape[1:]
     padded = local.new_zeros(max(counts), *trailing)
     padded[: local.shape[0]] = local
@@ -149,6 +151,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
+    bring_back(tensor._local_tensor)
     local = tensor.to_local().detach().to(comm_device(mesh))
     # Data parallelism cuts what other parallelisms left, so its cuts are undone first.
     order = sorted(range(mesh.ndim), key=lambda dim: (not isinstance(tensor.placements[dim], RowShard), -dim))

@@ -254,6 +254,12 @@ class GroupGradients:
             if waits:
                 torch._foreach_mul_(list(store.buffer.pieces), factor)
 
+    def resting_storages(self) -> Iterator[torch.UntypedStorage]:
+        """Memory of the device in which gradients are between passes: reduced ones, and those that wait."""
+        waiting = [store for store, waits in zip(self._pending, self._waits, strict=True) if waits]
+        for store in [*(self.main.live_stores() if self._rest is None else []), *waiting]:
+            yield store.buffer.pieces[0].untyped_storage()
+
     def drop_pending(self) -> None:
         """Forget gradients whose reduction was put off, and new ones."""
         self._waits = [False] * self.stages

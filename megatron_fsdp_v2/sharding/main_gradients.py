@@ -71,6 +71,10 @@ class MainGradients:
         """The local rows of every parameter in ``buffer``."""
         return self._store.views
 
+    def live_stores(self) -> list[TransientBuffer]:
+        """The buffers that have memory."""
+        return [store for store in (self._store, self._shown) if store is not None and store.is_live]
+
     def bind(self) -> bool:
         """Make ``.grad`` of every parameter show the main gradients; True if nothing is in them to keep.
 
@@ -130,9 +134,8 @@ class MainGradients:
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply by ``factor``."""
-        for store in (self._store, self._shown):
-            if store is not None and store.is_live:
-                torch._foreach_mul_(list(store.buffer.pieces), factor)
+        for store in self.live_stores():
+            torch._foreach_mul_(list(store.buffer.pieces), factor)
 
     def free_if_cleared(self) -> None:
         """Give the memory back if no parameter shows its gradient any more."""

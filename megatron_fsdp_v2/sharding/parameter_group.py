@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter, is_
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..memory.allocator import ALL_GATHER, BucketAllocator
+from ..memory.host_copies import Kind
 from ..offload import Rest
 from ..precision import GroupPrecision
 from ..strategy import Placement as BufferPlacement
@@ -192,6 +193,20 @@ class ParameterGroup:
     def is_gathered(self, version: int) -> bool:
         """Whether the gathered buffer holds this version of the main weights."""
         return self._full_version == version
+
+    def reads_main(self, version: int) -> bool:
+        """Whether bringing weights up to ``version`` starts from the main weights."""
+        return self._compute_version != version
+
+    def resting_storages(self) -> Iterator[tuple[Kind, torch.UntypedStorage]]:
+        """Memory of the device that the group holds between passes; the same storage maybe twice. After ``prepare``."""
+        if self.rest is None or not self.gathers_per_use:
+            yield Kind.COMPUTE_WEIGHTS, self.compute.pieces[0].untyped_storage()
+        if self.rest is None:
+            yield Kind.MAIN_WEIGHTS, self.main.pieces[0].untyped_storage()
+        if self.gradients is not None:
+            for storage in self.gradients.resting_storages():
+                yield Kind.MAIN_GRADIENTS, storage
 
     def start_gather(self, version: int) -> tuple[DataParallelBuffer, DataParallelBuffer] | None:
         """Bring weights up to ``version`` as far as that needs no last all-gather; return that one's (source, target).
