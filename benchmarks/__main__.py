@@ -13,21 +13,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import checkpoint_tables, growth_tables, tables
+from . import checkpoint_tables, growth_tables, memory_tables, tables
 
 
 class Part(Enum):
     step = "step"
     host = "host"
     growth = "growth"
+    memory = "memory"
     checkpoint = "checkpoint"
     all = "all"
 
 
 _HELP = {
     "part": "step: training on two gloo ranks. host: what a wrapper costs the host. growth: how that grows with units "
-    "and ranks, and wrapping with parameters. checkpoint: saving and loading beside DCP, and preparing a large state. "
-    "all: all of it.",
+    "and ranks, and wrapping with parameters. memory: the peak of a step, by what it is for. checkpoint: saving and "
+    "loading beside DCP, and preparing a large state. all: all of it.",
     "json": "Also write every single value to this file.",
     "quick": "Few timed rounds: the exact figures are the same, the times are rough.",
 }
@@ -66,6 +67,8 @@ def main(
             results["host"] = _host(20 if quick else 200, progress, out)
         if part in (Part.growth, Part.all):
             results["growth"] = _growth(3 if quick else 10, progress, out)
+        if part in (Part.memory, Part.all):
+            results["memory"] = _memory(progress, out)
         if part in (Part.checkpoint, Part.all):
             results["checkpoint"] = _checkpoint(3 if quick else 25, progress, out)
     except RankFailed as failure:
@@ -104,6 +107,17 @@ def _growth(rounds: int, progress: Console, out: Console) -> dict[str, Any]:
     for table in (growth_tables.host_table(result.host), growth_tables.start_table(result.start)):
         out.print(table)
     return dataclasses.asdict(result)
+
+
+def _memory(progress: Console, out: Console) -> list[dict[str, Any]]:
+    from . import memory
+
+    with _shown(progress, "memory: starting two ranks") as tell:
+        results = memory.run(lambda text: tell(f"memory: {text}"))
+    for result in results:
+        out.print(memory_tables.kinds_table(result))
+    out.print(memory_tables.units_table(results))
+    return [dataclasses.asdict(result) for result in results]
 
 
 def _checkpoint(rounds: int, progress: Console, out: Console) -> dict[str, Any]:

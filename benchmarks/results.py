@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 # The name of the modules that nothing wraps.
 PLAIN = "plain modules"
+# What memory is for. Gathered weights and gradients on their way come and go within a step.
+WEIGHTS, OPTIMIZER, ACTIVATIONS = "weights", "optimizer", "activations"
+GRADIENTS, GATHERED, SENT, TEMPORARIES = "gradients", "gathered", "on the way", "temporaries"
+MEMORY_KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS, GATHERED, SENT, TEMPORARIES)
+STATE_KINDS = (WEIGHTS, OPTIMIZER, ACTIVATIONS)
 
 
 @dataclass
@@ -113,3 +118,50 @@ class PreparationFigures:
     layers: int
     keys: int
     seconds: list[float] = field(default_factory=list)
+
+
+@dataclass
+class MemoryFigures:
+    """Bytes of one rank at the peak of a step, by what they are for.
+
+    Of our variants also what the units are: the root's gathered weights, those of the largest other unit, and its
+    gradients when they are sent.
+    """
+
+    name: str
+    peer: str | None
+    kinds: dict[str, int]
+    root: int = 0
+    unit: int = 0
+    gradient: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.kinds.values())
+
+    @property
+    def above_state(self) -> int:
+        """What is above weights and optimizer states at rest and activations."""
+        return self.peak - sum(self.kinds[kind] for kind in STATE_KINDS)
+
+    def needed(self, in_flight: bool) -> int:
+        """What is at rest at that moment, activations, the root and two units gathered, and a unit's gradient.
+
+        With ``in_flight`` also the gradient that is reduced meanwhile, and what the backward computes with.
+        """
+        needed = sum(self.kinds[kind] for kind in (*STATE_KINDS, GRADIENTS)) + self.root + 2 * self.unit + self.gradient
+        return needed + (self.gradient + self.kinds[TEMPORARIES] if in_flight else 0)
+
+
+@dataclass
+class MemoryResult:
+    """Figures of all variants on one shape of model."""
+
+    shape: str
+    parameter_bytes: int
+    variants: list[MemoryFigures]
+
+    def of(self, name: str) -> MemoryFigures:
+        """The figures of the variant called ``name``."""
+        return next(figures for figures in self.variants if figures.name == name)

@@ -29,6 +29,11 @@ class Variant:
     wrap: Wrap
     peer: str | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this project's."""
+        return self.name.startswith("v2")
+
 
 def _shard(
     function: Callable[..., Any],
