@@ -4,6 +4,8 @@ from .checkpoint.errors import CheckpointError
 from .checkpoint.standalone import load_checkpoint, save_checkpoint
 from .explain import explain
 from .fully_shard import fully_shard
+from .memory.stats import AllocatorStats
+from .memory.trace_pool import TracePoolAllocator
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .offload import CPUOffloadPolicy, OffloadPolicy
 from .optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -14,6 +16,7 @@ from .sharding.dtensor import full_tensor
 from .sharding.parameter_group import ParameterGroup
 
 __all__ = [
+    "AllocatorStats",
     "CPUOffloadPolicy",
     "CheckpointError",
     "DataParallelBuffer",
@@ -22,6 +25,7 @@ __all__ = [
     "OffloadPolicy",
     "OffloadReport",
     "ParameterGroup",
+    "TracePoolAllocator",
     "UnshardHandle",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

@@ -162,6 +162,10 @@ class DynamicAllocator(BucketAllocator):
     def is_live(self, key: Hashable) -> bool:
         return key in self._live
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether the key was allocated before, and not forgotten."""
+        return key in self._tensors
+
     def forget(self, key: Hashable) -> None:
         """Drop the tensor of a key that isn't live."""
         assert key not in self._live

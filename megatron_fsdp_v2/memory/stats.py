@@ -29,9 +29,10 @@ class ArenaStats:
 class AllocatorStats:
     """Figures of one rank's allocator; sizes in bytes.
 
-    ``pool_bytes`` and ``live_bytes`` are totals over ``arenas``. ``peak_live_bytes`` is the most that was in use at
-    once, all arenas together: no placement can do with less. A pool that keeps streams apart can need more,
-    up to the sum of the arenas' own peaks. ``late_keys`` were first seen after the plan and share with none.
+    ``pool_bytes`` and ``live_bytes`` are totals over the arenas with a name. ``peak_live_bytes`` is the most that was
+    in use at once in all of them, for a pool over the traced step: no placement can do with less. A pool, which keeps
+    streams apart, may need up to the sum of the arenas' own peaks, and more where sizes differ much. ``late_keys`` were
+    first used after the plan and share memory with none.
     """
 
     phase: str
@@ -46,7 +47,7 @@ class AllocatorStats:
 
 
 class ArenaTally:
-    """Counts live bytes per arena and device, and their peaks."""
+    """Counts live bytes per arena and device, and their peaks. The totals leave out what is in no arena."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -62,15 +63,17 @@ class ArenaTally:
         counts[0] += nbytes
         counts[1] = max(counts[0], counts[1])
         counts[2] += 1
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.live_bytes, self.peak_bytes)
+        if arena is not None:
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.live_bytes, self.peak_bytes)
 
     def remove(self, arena: str | None, device: torch.device, nbytes: int) -> None:
         """A buffer gives its memory back."""
         counts = self._arenas[arena, device]
         counts[0] -= nbytes
         counts[2] -= 1
-        self.live_bytes -= nbytes
+        if arena is not None:
+            self.live_bytes -= nbytes
 
     def arenas(self) -> tuple[ArenaStats, ...]:
         """Figures where each buffer has memory of its own."""
@@ -87,7 +90,7 @@ def stats_table(stats: AllocatorStats) -> str:
         sizes = [mebibytes(size) for size in (arena.pool_bytes, arena.live_bytes, arena.peak_live_bytes)]
         rows.append((arena.arena or "none", arena.device, *sizes, str(arena.slots), str(arena.keys)))
     sizes = [mebibytes(size) for size in (stats.pool_bytes, stats.live_bytes, stats.peak_live_bytes)]
-    rows.append(("total (MiB)", "", *sizes, *[str(sum(column)) for column in _counts(stats.arenas)]))
+    rows.append(("named (MiB)", "", *sizes, *_counts([arena for arena in stats.arenas if arena.arena is not None])))
     head = (
         f"phase {stats.phase}, generation {stats.generation}, collisions {stats.collisions}, "
         f"late buffers {stats.late_keys}, redundant frees {stats.redundant_frees}"
@@ -113,5 +116,5 @@ def mebibytes(size: int) -> str:
     return f"{size / 2**20:.2f}"
 
 
-def _counts(arenas: Sequence[ArenaStats]) -> tuple[list[int], list[int]]:
-    return [arena.slots for arena in arenas], [arena.keys for arena in arenas]
+def _counts(arenas: Sequence[ArenaStats]) -> tuple[str, str]:
+    return str(sum([arena.slots for arena in arenas])), str(sum([arena.keys for arena in arenas]))
