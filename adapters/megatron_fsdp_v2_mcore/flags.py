@@ -256,11 +256,10 @@ _TRAINING = [
 ]
 
 _PARALLELISM = [
-    _refused(
-        "--tensor-model-parallel-size",
-        "tensor parallelism is not supported yet",
-        _above_one("tensor_model_parallel_size"),
+    _honoured(
+        "--tensor-model-parallel-size", "parameters are the whole ones at rest, sharded over both kinds of ranks"
     ),
+    _honoured("--sequence-parallel", "as stock"),
     _honoured("--context-parallel-size", "context-parallel ranks share shards as data-parallel ones do"),
     _refused(
         "--hybrid-context-parallel", "stock does not support it with sharded models", _on("hybrid_context_parallel")
