@@ -125,6 +125,8 @@ def _recording(record: Record, case: Case) -> Iterator[None]:
     setup, log, evaluate = training.setup_model_and_optimizer, training.training_log, training.evaluate
 
     def setup_and_keep(*args: Any, **kwargs: Any) -> Any:
+        # Stock warms functions up on random input whose size depends on the parallelism; on the CPU that would show.
+        torch.manual_seed(1234)
         result = setup(*args, **kwargs)
         models.extend(result[0])
         record.wrapper = type(result[0][0]).__name__
