@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from .arguments import check_reduction, check_reshard
@@ -21,7 +21,8 @@ from .offload import OffloadPolicy, Rest, offload_policy_of, rest_of
 from .precision import MixedPrecisionPolicy, mixed_precision_policy
 from .runtime.compilation import keep_out_of_graphs
 from .runtime.unit import Unit
-from .sharding.dtensor import RowShard, build_dtensor
+from .sharding.dtensor import build_dtensor
+from .sharding.inner import check_inner_spec, spec_of_part
 from .sharding.mesh import DataParallelMesh, data_parallel_mesh
 from .sharding.parameter_group import ParameterGroup, ParamSource
 from .strategy import Strategy, resolve_strategy
@@ -50,6 +51,7 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    inner_sharding_fn: Callable[[nn.Parameter], tuple[DeviceMesh, Sequence[Placement]] | None] | None = None,
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
     grad_reduction: str = "average",
@@ -72,6 +74,9 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
         offload_policy: where main weights and gradients rest, as in FSDP2.
         ignored_params: parameters left as they are.
         dp_mesh_dims: of FSDP2; refused, since ``mesh`` is the data-parallel one alone.
+        inner_sharding_fn: answers, for a plain parameter that is this rank's part of a larger one, over which mesh and
+            by which placements that was cut, evenly: a dimension of the root mesh that isn't data-parallel. At rest the
+            parameter is the larger one; modules compute with their plain part as before. None: it's whole.
         strategy: ``no_shard``, ``optim`` (ZeRO-1), ``optim_grads`` (ZeRO-2) or ``optim_grads_params`` (ZeRO-3).
         outer_strategy: ``no_shard`` (HSDP) or ``optim`` (HFSDP), for the outer axis of a 2-D mesh.
         grad_reduction: ``average`` or ``sum`` over all data-parallel ranks.
@@ -96,7 +101,7 @@ def fully_shard[ModuleT: nn.Module | list[nn.Module]](
             stacklevel=2,
         )
     classes = [sharded_class(type(member)) for member in modules]
-    sources = _sources(modules, _ignored(ignored_params))
+    sources = _sources(modules, _ignored(ignored_params), inner_sharding_fn)
     _check_sources(modules, sources, axes, shard_placement_fn)
     originals = [source.original for source in sources]
     owners = [owner for _, owner in owned_modules(modules)]
@@ -157,8 +162,14 @@ def _ignored(params: object) -> set[nn.Parameter]:
     return set(found)
 
 
-def _sources(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[ParamSource]:
+def _sources(
+    modules: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    inner_sharding_fn: Callable[[nn.Parameter], object] | None,
+) -> list[ParamSource]:
     """Parameters the new unit owns, in registration order; tied ones once, with all their owners."""
+    if inner_sharding_fn is not None and not callable(inner_sharding_fn):
+        raise TypeError(f"inner_sharding_fn must be a function, got {type(inner_sharding_fn).__name__}")
     found: dict[nn.Parameter, ParamSource] = {}
     for prefix, owner in owned_modules(modules):
         for name, param in owner._parameters.items():
@@ -166,6 +177,10 @@ def _sources(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[P
                 continue
             source = found.setdefault(param, ParamSource(f"{prefix}{name}", [], param))
             source.owners.append((owner, name))
+    if inner_sharding_fn is not None:
+        holder = _holder(modules)
+        for param, source in found.items():
+            source.declared = spec_of_part(param, inner_sharding_fn(param), f"{holder}.{source.name}")
     return list(found.values())
 
 
@@ -212,9 +227,9 @@ def _check_sources(
             raise ValueError(f"parameter {name} is complex; train its torch.view_as_real, or freeze it")
         if param.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar and has no rows to shard; give it the shape (1,)")
-        if isinstance(param, DTensor):
-            _check_inner_dtensor(param, name, axes)
-        elif param.device.type not in ("cpu", "meta", axes.device.type):
+        if source.inner_spec is not None:
+            check_inner_spec(source.inner_spec, name, axes)
+        if not isinstance(param, DTensor) and param.device.type not in ("cpu", "meta", axes.device.type):
             raise ValueError(f"parameter {name} is on {param.device}, the mesh on {axes.device}; move the module first")
         placement = shard_placement_fn(param) if shard_placement_fn else None
         if placement is not None and placement != Shard(0):
@@ -243,21 +258,6 @@ def _check_owner(modules: Sequence[nn.Module], param: nn.Parameter, name: str) -
         f"parameter {name} is sharded already, as {other}; shard inner modules before outer ones, and a module that is "
         "shared only as part of what contains all its uses"
     )
-
-
-def _check_inner_dtensor(param: DTensor, name: str, axes: DataParallelMesh) -> None:
-    if any(isinstance(placement, RowShard) for placement in param.placements):
-        raise ValueError(f"parameter {name} is sharded already, by another call of fully_shard")
-    if set(param.device_mesh.mesh_dim_names or ("",)) & set(axes.device_mesh.mesh_dim_names or ("",)):
-        raise ValueError(
-            f"parameter {name} is a DTensor on the mesh {param.device_mesh} already; it can be sharded further only "
-            "over another named dimension of the same mesh"
-        )
-    if any(type(placement) not in (Replicate, Shard) for placement in param.placements):
-        raise ValueError(
-            f"parameter {name} has placements {param.placements}; only DTensors that are replicated or evenly sharded "
-            "can be sharded further"
-        )
 
 
 def _move_to_device(sources: Sequence[ParamSource], owners: Sequence[nn.Module], device: torch.device) -> None:

@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .flags import CONTRADICTIONS, RULES
+from .flag_combinations import CONTRADICTIONS
+from .flags import RULES
 from .units import unresolvable_unit_names
 
 FLAG = "--use-megatron-fsdp-v2"

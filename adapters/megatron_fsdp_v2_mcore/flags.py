@@ -6,16 +6,13 @@ warning. `docs/flags.md` holds what `render_tables()` returns; a test compares t
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
-Verdict = Literal["honoured", "no effect", "refused"]
-Given = Callable[[Namespace], bool]
+from .flag_combinations import CONTRADICTIONS, Given, tensor_parallel_ranks
 
-STRATEGIES_WITH_OUTER_SHARDING = ("optim_grads_params",)
+Verdict = Literal["honoured", "no effect", "refused"]
+
 NO_WEIGHT_SHARDS = "weights that are gathered over tensor-parallel ranks are not supported"
 NO_PIPELINE = "pipeline parallelism is not supported yet"
 NO_EXPERT_PARALLELISM = "expert parallelism is not supported yet"
@@ -29,14 +26,6 @@ class FlagRule:
     verdict: Verdict
     note: str
     given: Given | None = None
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """A pair of settings that can't both hold. `message` names them and says what to do."""
-
-    message: str
-    holds: Given
 
 
 def _on(dest: str) -> Given:
@@ -256,18 +245,24 @@ _TRAINING = [
 ]
 
 _PARALLELISM = [
-    _refused(
-        "--tensor-model-parallel-size",
-        "tensor parallelism is not supported yet",
-        _above_one("tensor_model_parallel_size"),
+    _honoured(
+        "--tensor-model-parallel-size", "parameters are the whole ones at rest, sharded over both kinds of ranks"
     ),
+    _honoured("--sequence-parallel", "as stock"),
     _honoured("--context-parallel-size", "context-parallel ranks share shards as data-parallel ones do"),
     _refused(
         "--hybrid-context-parallel", "stock does not support it with sharded models", _on("hybrid_context_parallel")
     ),
     _refused("--pipeline-model-parallel-size", NO_PIPELINE, _above_one("pipeline_model_parallel_size")),
     _refused("--expert-model-parallel-size", NO_EXPERT_PARALLELISM, _above_one("expert_model_parallel_size")),
-    _refused("--expert-tensor-parallel-size", NO_EXPERT_PARALLELISM, _above_one("expert_tensor_parallel_size")),
+    _refused(
+        "--expert-tensor-parallel-size",
+        "it has to be the tensor-parallel size as long as expert parallelism is not supported",
+        lambda args: (
+            (getattr(args, "expert_tensor_parallel_size", None) or tensor_parallel_ranks(args))
+            != tensor_parallel_ranks(args)
+        ),
+    ),
 ]
 
 _CHECKPOINTS = [
@@ -348,51 +343,6 @@ SECTIONS: dict[str, list[FlagRule]] = {
     "Checkpoints": _CHECKPOINTS,
 }
 RULES: tuple[FlagRule, ...] = tuple(rule for rules in SECTIONS.values() for rule in rules)
-
-
-def _instances(args: Namespace) -> int:
-    return int(getattr(args, "num_distributed_optimizer_instances", 1) or 1)
-
-
-def _data_parallel_ranks(args: Namespace) -> int:
-    """Those that share shards, context-parallel ones among them."""
-    return int(args.world_size) // int(getattr(args, "tensor_model_parallel_size", 1) or 1)
-
-
-def _outer_optim(args: Namespace) -> bool:
-    return args.outer_dp_sharding_strategy == "optim"
-
-
-CONTRADICTIONS: tuple[Contradiction, ...] = (
-    Contradiction(
-        "--outer-dp-sharding-strategy optim needs --num-distributed-optimizer-instances above 1",
-        lambda args: _outer_optim(args) and _instances(args) == 1,
-    ),
-    Contradiction(
-        "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params",
-        lambda args: _outer_optim(args) and args.data_parallel_sharding_strategy not in STRATEGIES_WITH_OUTER_SHARDING,
-    ),
-    Contradiction(
-        "--num-distributed-optimizer-instances above 1 has no meaning with --data-parallel-sharding-strategy no_shard",
-        lambda args: _instances(args) > 1 and args.data_parallel_sharding_strategy == "no_shard",
-    ),
-    Contradiction(
-        "--num-distributed-optimizer-instances above 1 needs the package einops, with which Megatron makes its groups",
-        lambda args: _instances(args) > 1 and find_spec("einops") is None,
-    ),
-    Contradiction(
-        "--num-distributed-optimizer-instances must divide the number of data-parallel ranks",
-        lambda args: _instances(args) < 1 or _data_parallel_ranks(args) % _instances(args) != 0,
-    ),
-    Contradiction(
-        "--init-model-with-meta-device saves nothing with --data-parallel-sharding-strategy no_shard; drop it",
-        lambda args: args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard",
-    ),
-    Contradiction(
-        "--overlap-param-gather needs --overlap-grad-reduce",
-        lambda args: args.overlap_param_gather and not args.overlap_grad_reduce,
-    ),
-)
 
 
 def render_tables() -> str:

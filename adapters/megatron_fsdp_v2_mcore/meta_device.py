@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from torch import nn
 
 # Which method of the configuration fills the weight of which layer, as the layer specs of GPT and hybrid models say.
@@ -36,7 +38,7 @@ def provide_initializers(model: nn.Module) -> None:
         for cls in type(module).__mro__:
             if cls.__name__ in _WEIGHT_METHODS:
                 method = getattr(module.config, _WEIGHT_METHODS[cls.__name__])
-                module.reset_parameters = partial(_fill, module, method)  # type: ignore[assignment]
+                module.reset_parameters = partial(_fill_parallel, module, method)  # type: ignore[assignment]
                 break
 
 
@@ -46,6 +48,21 @@ def _take_over_from_owner(owner: nn.Module) -> None:
             layer = getattr(owner, name, None)
             if layer is not None and layer.weight.is_meta:
                 layer.reset_parameters = partial(_fill, layer, getattr(owner.config, method))
+
+
+def _fill_parallel(module: Any, init_method: Callable[[torch.Tensor], object]) -> None:
+    with _random_states_of(module):
+        _fill(module, init_method)
+
+
+def _random_states_of(module: Any) -> AbstractContextManager[object]:
+    """Random states that tensor-parallel ranks don't share, where Megatron has made some."""
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        return nullcontext()
+    if getattr(module, "is_expert", False):
+        return tracker.fork(get_expert_parallel_rng_tracker_name())
+    return tracker.fork()
 
 
 @torch.no_grad()

@@ -74,12 +74,21 @@ class FSDPv2DistributedOptimizer(DistributedOptimizer):
     def get_grad_stats_parallel_group(self) -> dist.ProcessGroup:
         """The ranks whose gradient shards together are every gradient exactly once."""
         if self.ddp_config.outer_dp_sharding_strategy == "optim":
-            return self.model_chunks[0].data_parallel_group
+            return self.model_chunks[0].model_group
         return super().get_grad_stats_parallel_group()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         """Local gradient shards in fp32, without the empty ones, which fused kernels can't take."""
         return [grad.float() for grad in super().get_grads_for_grad_norm(grad_norm_group) if grad.numel()]
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        """Zeros of all gradients, each counted on one of the ranks that have it; stock's count takes them all."""
+        shards = super()._filter_grads_for_norm(self.get_parameters())
+        zeros = sum(shard.numel() - int(torch.count_nonzero(shard)) for shard in shards)
+        total = torch.tensor([zeros], dtype=torch.int64, device=self.model_chunks[0].device)
+        dist.all_reduce(total, group=self.get_grad_stats_parallel_group())
+        return float(total.item())
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:

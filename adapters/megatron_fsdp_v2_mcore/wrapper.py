@@ -21,7 +21,7 @@ from megatron_fsdp_v2 import FSDPModule, fully_shard
 from .config import FSDPv2DDPConfig, mixed_precision_policy, wants_v2
 from .gradient_checks import check_gradients
 from .meta_device import provide_initializers
-from .parallel import compute_device, data_parallel_group, data_parallel_mesh
+from .parallel import OUTER_AXIS, SHARD_AXIS, compute_device, model_group, model_meshes
 from .units import find_units, output_layer
 
 # Stock code takes a parameter's gradient shard from `_local_tensor` when it finds this attribute.
@@ -67,8 +67,8 @@ class PluginFSDPv2(FullyShardedDataParallel):
         self.ddp_config = ddp_config
         self.force_all_reduce = False
         self.device = device or compute_device()
-        self.mesh = data_parallel_mesh(ddp_config, pg_collection, self.device)
-        self.data_parallel_group = data_parallel_group(pg_collection)
+        self.meshes = model_meshes(ddp_config, pg_collection, self.device)
+        self.model_group = model_group(pg_collection)
         names = [f"{cls.__module__}.{cls.__qualname__}" for cls in fsdp_unit_modules or ()]
         self._root = self._shard(unwrap_model(module, (Float16Module,)), names or list(ddp_config.fsdp_unit_modules))
         # Without overlap nothing is reduced before the step, and stock doesn't mark its micro-batches either.
@@ -85,7 +85,8 @@ class PluginFSDPv2(FullyShardedDataParallel):
 
     def _shard(self, model: nn.Module, unit_names: list[str]) -> FSDPModule:
         options: dict[str, Any] = {
-            "mesh": self.mesh,
+            "mesh": self.meshes.data_parallel,
+            "inner_sharding_fn": self.meshes.part,
             "mp_policy": mixed_precision_policy(self.ddp_config),
             "strategy": self.ddp_config.data_parallel_sharding_strategy,
             "outer_strategy": self.ddp_config.outer_dp_sharding_strategy,
@@ -121,7 +122,7 @@ class PluginFSDPv2(FullyShardedDataParallel):
         """
         # Stock gives parameters without a gradient one of zeros, which weight decay still acts on.
         self._root.finish_grad_sync(include_unused=True)
-        check_gradients(self.ddp_config, dict(self.named_parameters()), self.data_parallel_group)
+        check_gradients(self.ddp_config, dict(self.named_parameters()), self.model_group)
 
     def scale_gradients(self, scaling_factor: torch.Tensor | float) -> None:
         """Multiplies every gradient by a factor, a number or a 0-dim tensor."""
@@ -149,9 +150,10 @@ class PluginFSDPv2(FullyShardedDataParallel):
         """Makes the replicas of every shard equal to those of the first rank of their axis."""
         for parameter in self.parameters():
             assert isinstance(parameter, DTensor)
-            for axis, placement in enumerate(parameter.placements):
-                if placement.is_replicate():
-                    dist.broadcast(parameter.to_local(), group=parameter.device_mesh.get_group(axis), group_src=0)
+            mesh = parameter.device_mesh
+            for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+                if axis in (OUTER_AXIS, SHARD_AXIS) and placement.is_replicate():
+                    dist.broadcast(parameter.to_local(), group=mesh.get_group(axis), group_src=0)
         self._root.mark_weights_updated()
 
     def mark_weights_updated(self) -> None:

@@ -37,16 +37,30 @@ _NOT_COPIED = ("_spec", "_local_tensor", "_fsdp_owner")
 
 @dataclass(eq=False)
 class ParamSource:
-    """A parameter before sharding: its names and owners (several if it is tied within the unit)."""
+    """A parameter before sharding: its names and owners (several if it is tied within the unit).
+
+    ``declared`` is the spec of the larger tensor that a plain parameter is this rank's part of.
+    """
 
     name: str
     owners: list[tuple[nn.Module, str]]
     original: nn.Parameter
+    declared: DTensorSpec | None = None
+
+    @property
+    def computed_spec(self) -> DTensorSpec | None:
+        """The spec of the DTensor that modules compute with, if the parameter came as one."""
+        return self.original._spec if isinstance(self.original, DTensor) else None
 
     @property
     def inner_spec(self) -> DTensorSpec | None:
-        """The spec another parallelism gave the parameter, if it came as a DTensor."""
-        return self.original._spec if isinstance(self.original, DTensor) else None
+        """The spec another parallelism gave the parameter."""
+        return self.computed_spec or self.declared
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.inner_spec.shape if self.inner_spec else self.original.shape)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -97,7 +111,7 @@ class ParameterGroup:
             for param in self.sharded_params
         ]
         self._attributes = [source.attributes for source in sources]
-        self._inner_specs = [source.inner_spec for source in sources]
+        self._computed_specs = [source.computed_spec for source in sources]
         self.unsharded_params: list[nn.Parameter] = []
         self.gradients: GroupGradients | None = None
         if self.trainable:
@@ -325,7 +339,7 @@ class ParameterGroup:
         mesh, placements = self._at_rest_spec(index, source.inner_spec)
         # nn.Parameter detaches, and the result would take over the storage offset: see build_dtensor.
         param = nn.Parameter(
-            build_dtensor(rows.new_empty(0), mesh, placements, tuple(source.original.shape)),
+            build_dtensor(rows.new_empty(0), mesh, placements, source.shape),
             requires_grad=source.original.requires_grad,
         )
         param._local_tensor = rows  # type: ignore[attr-defined]
@@ -350,7 +364,7 @@ class ParameterGroup:
 
     def _unsharded_param(self, index: int) -> nn.Parameter:
         view = self.full.param_rows(index)
-        inner = self._inner_specs[index]
+        inner = self._computed_specs[index]
         if inner is not None:
             param = nn.Parameter(build_dtensor(view, inner.mesh, inner.placements, tuple(inner.shape)), self.trainable)
         else:

@@ -63,6 +63,12 @@ def test_a_run_without_our_flag_is_not_judged() -> None:
             {"init_model_with_meta_device": True, "data_parallel_sharding_strategy": "no_shard"},
             ["--init-model-with-meta-device"],
         ),
+        ({"num_distributed_optimizer_instances": 4, "tensor_model_parallel_size": 2}, ["must divide"]),
+        ({"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_tensor_parallel_size": 2}, []),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, ["has to be the tensor-parallel size"]),
+        ({"tensor_model_parallel_size": 2, "softmax_type": "learnable"}, ["--softmax-type learnable"]),
+        ({"pipeline_model_parallel_size": 2}, ["pipeline parallelism is not supported yet"]),
+        ({"expert_model_parallel_size": 2}, ["expert parallelism is not supported yet"]),
         ({"overlap_param_gather": True}, ["--overlap-grad-reduce"]),
         ({"fsdp_unit_modules": ["no.such.Class"]}, ["no.such.Class"]),
         ({"fsdp_unit_modules": ["json.dumps"]}, ["is not a module class"]),
@@ -88,7 +94,7 @@ def test_each_problem_is_one_line(changes: dict[str, object], expected: list[str
 
 
 def test_instances_without_einops_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fsdp_v2_mcore.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_fsdp_v2_mcore.flag_combinations.find_spec", lambda name: None)
     assert problems_of(arguments()) == []
     (problem,) = problems_of(arguments(num_distributed_optimizer_instances=2))
     assert "einops" in problem

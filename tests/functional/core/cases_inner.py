@@ -134,3 +134,66 @@ def partial_weights_are_refused_by_name(ranks: Ranks) -> None:
         fully_shard(model, mesh=mesh["dp"])
     with refused(ValueError, "Linear.weight"):
         fully_shard(model, mesh=mesh["tp"])
+
+
+class LocalRowParallel(nn.Module):
+    """As `RowParallel`, with a plain weight: this rank's columns, and its own sum over the mesh."""
+
+    def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(weight.chunk(2, dim=1)[mesh.get_local_rank()].clone())
+        self.scale = nn.Parameter(torch.ones(ROWS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert type(self.weight) is nn.Parameter
+        assert not isinstance(self.weight, DTensor)
+        part = x.chunk(2, dim=-1)[self.mesh.get_local_rank()]
+        return DTensor.from_local(part @ self.weight.t(), self.mesh, [Partial()]).full_tensor() * self.scale
+
+
+@case(worlds=(4,), strategies=STRATEGIES)
+def plain_parts_of_larger_weights(ranks: Ranks, strategy: str) -> None:
+    """At rest the parameter is the whole one, on the mesh of both parallelisms; the module has its plain part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = torch.randn(ROWS, COLUMNS)
+    model: Any = LocalRowParallel(weight, mesh["tp"])
+    placements = {model.weight: [Shard(1)], model.scale: [Replicate()]}
+    fully_shard(
+        model, mesh=mesh["dp"], strategy=strategy, inner_sharding_fn=lambda param: (mesh["tp"], placements[param])
+    )
+    assert (model.weight.shape, model.scale.shape) == ((ROWS, COLUMNS), (ROWS,))
+    assert model._fsdp_unit.groups[0].layout.param_numel == ROWS * COLUMNS // 2 + ROWS
+    reference = RowParallel(weight, mesh["tp"])
+    reference.weight = nn.Parameter(weight.clone())
+    scale = nn.Parameter(torch.ones(ROWS))
+    optimizers = [adamw(model.parameters()), adamw([reference.weight, scale])]
+    for _ in range(3):
+        data = torch.randn(2, 5, COLUMNS)
+        model(data[mesh.get_local_rank("dp")]).square().mean().backward()
+        (data @ reference.weight.t() * scale).square().mean().backward()
+        ours = clip_grad_norm_(model.parameters(), 1.0)
+        torch.testing.assert_close(ours, torch.nn.utils.clip_grad_norm_([reference.weight, scale], 1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in ((model.weight, reference.weight), (model.scale, scale)):
+        torch.testing.assert_close(full_tensor(ours), theirs.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@case(worlds=(4,))
+def wrong_answers_about_parts_are_refused_by_name(ranks: Ranks) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    answers: list[tuple[type[Exception], Any]] = [
+        (TypeError, Shard(0)),
+        (ValueError, (mesh["tp"], [Shard(2)])),
+        (ValueError, (mesh["tp"], [Shard(0), Shard(1)])),
+        (ValueError, (mesh["tp"], [Partial()])),
+        (ValueError, (mesh["dp"], [Shard(0)])),
+    ]
+    for kind, answer in answers:
+        with refused(kind, "Linear.weight"):
+            fully_shard(nn.Linear(4, 4), mesh=mesh["dp"], inner_sharding_fn=lambda param, said=answer: said)
+    with refused(TypeError, "inner_sharding_fn"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh["dp"], inner_sharding_fn={})  # type: ignore[arg-type]

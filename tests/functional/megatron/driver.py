@@ -125,6 +125,8 @@ def _recording(record: Record, case: Case) -> Iterator[None]:
     setup, log, evaluate = training.setup_model_and_optimizer, training.training_log, training.evaluate
 
     def setup_and_keep(*args: Any, **kwargs: Any) -> Any:
+        # Stock warms functions up on random input whose size depends on the parallelism; on the CPU that would show.
+        torch.manual_seed(1234)
         result = setup(*args, **kwargs)
         models.extend(result[0])
         record.wrapper = type(result[0][0]).__name__
@@ -175,9 +177,24 @@ def _recording(record: Record, case: Case) -> Iterator[None]:
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     weights = {}
     for name, parameter in model.named_parameters():
-        whole = megatron_fsdp_v2.full_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+        if isinstance(parameter, DTensor):
+            whole = megatron_fsdp_v2.full_tensor(parameter)
+        else:
+            whole = _whole_of_tensor_parallel(parameter)
         weights[name.replace("module.", "")] = whole.detach().float().clone()
     return weights
+
+
+def _whole_of_tensor_parallel(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What stock's tensor-parallel ranks hold parts of."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return parameter
+    parts = [torch.empty_like(parameter.data) for _ in range(group.size())]
+    dist.all_gather(parts, parameter.data, group=group)
+    return torch.cat(parts, dim=parameter.partition_dim)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

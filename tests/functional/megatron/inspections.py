@@ -93,3 +93,35 @@ def state_of_one_rank(model: Any, optimizer: Any) -> None:
         )
         parameter = next(p for group in inner.param_groups for p in group["params"] if p.to_local().numel())
         inner.state[parameter]["odd"] = inner.state[parameter]["exp_avg"].clone()
+
+
+def tensor_parallel_facts(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Per parameter: whole shape, shape to compute with, placements, and Megatron's marks at rest and in use."""
+    units = [module for module in model.modules() if hasattr(module, "_fsdp_unit")]
+    marks = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+    names = {parameter: name.replace("module.", "") for name, parameter in model.named_parameters()}
+    facts = {}
+    model.start_param_sync(force_sync=True)
+    for group in [group for unit in units for group in unit._fsdp_unit.groups]:
+        for at_rest, in_use in zip(group.sharded_params, group.unsharded_params, strict=True):
+            mesh = at_rest.device_mesh.mesh_dim_names
+            kinds = {"RowShard": "rows", "Shard": "S({0.dim})", "Replicate": "R"}
+            said = [kinds[type(placement).__name__].format(placement) for placement in at_rest.placements]
+            values = tuple(getattr(at_rest, mark, False) for mark in marks)
+            assert values == tuple(getattr(in_use, mark, False) for mark in marks)
+            assert not isinstance(in_use, DTensor)
+            placed = ", ".join(f"{axis}: {kind}" for axis, kind in zip(mesh, said, strict=True))
+            facts[names[at_rest]] = (tuple(at_rest.shape), tuple(in_use.shape), placed, *values)
+    return facts
+
+
+def repeated_parts(model: Any, optimizer: Any) -> list[str]:
+    """Names of the cut weights of which both tensor-parallel ranks begin with the same values."""
+    from megatron_fsdp_v2 import full_tensor
+
+    repeated = []
+    for name, parameter in model.named_parameters():
+        first, second = full_tensor(parameter).detach().chunk(2, dim=max(parameter.partition_dim, 0))
+        if parameter.tensor_model_parallel and parameter.ndim == 2 and first.equal(second):
+            repeated.append(name)
+    return repeated

@@ -58,10 +58,13 @@ def cases_of(
 
 
 def train(pool: RankPool, cases: list[Case]) -> Records:
-    """Rank 0's records of all cases, by name."""
+    """Rank 0's records of all cases, by name. Every rank has to have the same weights at the end."""
     records: Records = {}
     for first in range(0, len(cases), _AT_ONCE):
-        records.update(pool.run(run_cases, cases[first : first + _AT_ONCE], timeout=_TIMEOUT)[0])
+        by_rank = pool.run(run_cases, cases[first : first + _AT_ONCE], timeout=_TIMEOUT)
+        for name, record in by_rank[0].items():
+            assert {other[name].weights_checksum for other in by_rank} == {record.weights_checksum}, name
+        records.update(by_rank[0])
     return records
 
 
