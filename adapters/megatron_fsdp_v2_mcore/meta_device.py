@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from torch import nn
 
 # Which method of the configuration fills the weight of which layer, as the layer specs of GPT and hybrid models say.
@@ -57,12 +57,15 @@ def _fill_parallel(module: Any, init_method: Callable[[torch.Tensor], object]) -
 
 def _random_states_of(module: Any) -> AbstractContextManager[object]:
     """Random states that tensor-parallel ranks don't share, where Megatron has made some."""
-    tracker = get_cuda_rng_tracker()
-    if not tracker.is_initialized():
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is None or not (tracker := random.get_cuda_rng_tracker()).is_initialized():
         return nullcontext()
-    if getattr(module, "is_expert", False):
-        return tracker.fork(get_expert_parallel_rng_tracker_name())
-    return tracker.fork()
+    states: AbstractContextManager[object] = (
+        tracker.fork(random.get_expert_parallel_rng_tracker_name())
+        if getattr(module, "is_expert", False)
+        else tracker.fork()
+    )
+    return states
 
 
 @torch.no_grad()
